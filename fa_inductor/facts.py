@@ -1,0 +1,87 @@
+"""What the recognise rules prove about a score program: inputs of kernel choice and of tile skipping.
+
+Bounds are affine in the size arguments, so that one plan serves every length: ``constant + sum(coefficient * sizes[i])``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+TermKind = Literal["upper", "lower", "key"]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``constant + sum(c * sizes[i] for i, c in terms)``."""
+
+    constant: int = 0
+    terms: tuple[tuple[int, int], ...] = ()
+
+    def value(self, sizes: Sequence[int]) -> int:
+        result = self.constant
+        for position, coefficient in self.terms:
+            result = result + coefficient * sizes[position]
+        return result
+
+
+@dataclass(frozen=True)
+class MaskTerm:
+    """One conjunct of the visibility predicate.
+
+    Kinds:
+        ``upper``  true exactly where ``k - q <= bound`` (causal: bound 0; bottom-right causal: Lk - Lq)
+        ``lower``  true exactly where ``k - q >= bound`` (sliding window)
+        ``key``    depends on (b, h, k) and captured tensors only (padding)
+    """
+
+    kind: TermKind
+    node: int
+    """The boolean node of the score program."""
+    bound: Affine | None = None
+
+
+@dataclass(frozen=True)
+class MaskFacts:
+    """A score is visible where all terms (and the unclassified rest) hold; elsewhere it is hidden.
+
+    ``hidden="replace"``: a hidden element of the program's result is exactly ``fill``.
+    ``hidden="add"``: it is ``x + fill`` with x depending on the score (only reported for ``fill`` <= -1e30 or -inf).
+
+    A tile of hidden elements cannot change a row whose running maximum is at least ``skip_above`` (its exponentials are
+    exactly 0 in fp32): skipping is then exact. ``every_row_visible`` says that each row provably has a visible key, so the
+    check can be dropped. With ``fill = -inf`` hidden tiles never matter (``skip_above = -inf``): a row without a visible key
+    is NaN in eager whether or not they are visited.
+    """
+
+    fill: float
+    hidden: Literal["replace", "add"]
+    terms: tuple[MaskTerm, ...]
+    only_these_terms: bool
+    """The predicate is exactly the conjunction of ``terms``: where they all hold, the mask is off."""
+    every_row_visible: bool
+    skip_above: float
+
+    def term(self, kind: TermKind) -> MaskTerm | None:
+        """The first term of that kind."""
+        return next((t for t in self.terms if t.kind == kind), None)
+
+
+@dataclass(frozen=True)
+class ProgramFacts:
+    """``mask`` as above; the rest describes the program with the mask taken off.
+
+    ``scale``: the unmasked program is ``scale * score + bias``; None if it is not of that form (soft-cap …).
+    ``bias``: the bias node (independent of the score), None without a bias or when ``scale`` is None.
+    ``softcap``: cap of ``cap * tanh(scale * score / cap)``.
+    ``plain``: exactly ``scale * score``.
+    ``labels``: words for the report, e.g. ("causal", "key padding", "soft-cap 50", "ALiBi").
+    """
+
+    mask: MaskFacts | None = None
+    scale: float | None = None
+    bias: int | None = None
+    softcap: float | None = None
+    plain: bool = False
+    labels: tuple[str, ...] = ()

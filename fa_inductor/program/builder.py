@@ -1,0 +1,195 @@
+"""Building score programs: hash-consing, constant folding and the few simplifications that keep programs canonical.
+
+Only simplifications that hold for every finite and non-finite value are made: ``x + 0`` and ``x * 1`` go, ``x * 0`` stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .ir import CONVERSIONS, Capture, Node, ProgramError, ScoreProgram, Type, Value, capture_type, dependencies, literal_type, operation_type, verify
+
+_COMMUTATIVE = frozenset({"add", "mul", "min", "max", "and", "or", "eq", "ne"})
+
+
+class ProgramBuilder:
+    """Appends nodes and returns their positions; equal nodes get the same position."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.captures: list[Capture] = []
+        self.n_sizes = 0
+        self._known: dict[tuple[object, ...], int] = {}
+
+    # -- leaves --------------------------------------------------------------------------------------------------------
+    def const(self, value: bool | int | float) -> int:
+        kind = literal_type(value)
+        if kind is None:
+            raise ProgramError(f"constant {value!r} is not a bool, int or float")
+        return self._add(Node("const", kind, (), value))
+
+    def score(self) -> int:
+        return self._add(Node("score", "float"))
+
+    def grad(self) -> int:
+        return self._add(Node("grad", "float"))
+
+    def index(self, name: str) -> int:
+        return self._add(Node("index", "int", (), name))
+
+    def size(self, position: int) -> int:
+        self.n_sizes = max(self.n_sizes, position + 1)
+        return self._add(Node("size", "int", (), position))
+
+    def capture(self, dtype: str, rank: int) -> int:
+        """Declare a captured tensor; returns its number (captures are never merged)."""
+        if capture_type(dtype) is None:
+            raise ProgramError(f"a tensor of dtype {dtype} cannot be read inside a kernel")
+        self.captures.append(Capture(dtype, rank))
+        return len(self.captures) - 1
+
+    def load(self, capture: int, indices: Sequence[int]) -> int:
+        kind = capture_type(self.captures[capture].dtype)
+        assert kind is not None
+        return self._add(Node("load", kind, tuple(indices), capture))
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+    def emit(self, op: str, *args: int, value: Value = None) -> int:
+        """Append ``op``; folds constants. Types of ``args`` must already agree (see ``convert``)."""
+        nodes = [self.nodes[a] for a in args]
+        kind = self._type(op, tuple(n.type for n in nodes))
+        folded = _fold(op, nodes)
+        if folded is not None:
+            return self.const(folded)
+        simpler = self._simplify(op, args)
+        if simpler is not None:
+            return simpler
+        if op in _COMMUTATIVE and nodes[0].op == "const" and nodes[1].op != "const":
+            args = (args[1], args[0])  # constants to the right, so that one spelling is left
+        return self._add(Node(op, kind, tuple(args), value))
+
+    def convert(self, node: int, kind: Type) -> int:
+        """``node`` as a value of type ``kind``."""
+        return node if self.nodes[node].type == kind else self.emit(f"to_{kind}", node)
+
+    def inline(self, program: ScoreProgram, leaves: dict[int, int] | None = None) -> list[int]:
+        """Append the nodes of ``program`` (same captures and sizes); ``leaves`` maps its positions to replacements."""
+        placed: list[int] = []
+        self.n_sizes = max(self.n_sizes, program.n_sizes)
+        for i, node in enumerate(program.nodes):
+            if leaves and i in leaves:
+                placed.append(leaves[i])
+            elif node.op in ("score", "grad", "const", "index", "size", "load"):
+                placed.append(self._add(Node(node.op, node.type, tuple(placed[a] for a in node.args), node.value)))
+            else:
+                placed.append(self.emit(node.op, *(placed[a] for a in node.args), value=node.value))
+        return placed
+
+    def finish(self, *results: int) -> ScoreProgram:
+        """The program of ``results``, without dead nodes, verified. Captures and sizes keep their numbers."""
+        live = set(results)
+        for i in range(len(self.nodes) - 1, -1, -1):
+            if i in live:
+                live.update(self.nodes[i].args)
+        order = sorted(live)
+        place = {old: new for new, old in enumerate(order)}
+        nodes = tuple(Node(n.op, n.type, tuple(place[a] for a in n.args), n.value) for n in (self.nodes[i] for i in order))
+        return verify(ScoreProgram(nodes, tuple(place[r] for r in results), tuple(self.captures), self.n_sizes))
+
+    def depends_on(self, node: int) -> frozenset[str]:
+        return dependencies(tuple(self.nodes[: node + 1]))[node]
+
+    # -- internals -----------------------------------------------------------------------------------------------------
+    def _add(self, node: Node) -> int:
+        key = node.key()
+        if key not in self._known:
+            self._known[key] = len(self.nodes)
+            self.nodes.append(node)
+        return self._known[key]
+
+    def _type(self, op: str, args: tuple[Type, ...]) -> Type:
+        kind: Type | None
+        if op in CONVERSIONS:
+            kind = CONVERSIONS[op]
+        elif op == "round":
+            kind = "float"
+        elif op == "where":
+            kind = args[1] if len(args) == 3 and args[0] == "bool" and args[1] == args[2] else None
+        elif op == "not":
+            kind = "bool" if args == ("bool",) else None
+        else:
+            kind = operation_type(op, args)
+        if kind is None:
+            raise ProgramError(f"{op} does not take arguments of types {args}")
+        return kind
+
+    def _simplify(self, op: str, args: tuple[int, ...]) -> int | None:
+        nodes = [self.nodes[a] for a in args]
+        if op == "where" and nodes[0].op == "const":
+            return args[1] if nodes[0].value else args[2]
+        if op == "where" and args[1] == args[2]:
+            return args[1]
+        if op == "not" and nodes[0].op == "not":
+            return nodes[0].args[0]
+        if op in ("and", "or"):
+            for a, other in ((0, 1), (1, 0)):
+                if nodes[a].op == "const":
+                    absorbs = (op == "or") == bool(nodes[a].value)
+                    return args[a] if absorbs else args[other]
+            return args[0] if args[0] == args[1] else None
+        if op == "mul":
+            return self._neutral(args, 1)
+        if op == "add":
+            return self._neutral(args, 0)
+        if op in ("sub", "div", "floordiv") and nodes[1].op == "const" and nodes[1].value == (0 if op == "sub" else 1):
+            return args[0]
+        return None
+
+    def _neutral(self, args: tuple[int, ...], neutral: int) -> int | None:
+        for a, other in ((0, 1), (1, 0)):
+            node = self.nodes[args[a]]
+            if node.op == "const" and node.value == neutral:
+                return args[other]
+        return None
+
+
+def _fold(op: str, nodes: list[Node]) -> bool | int | float | None:
+    """Value of an operation whose arguments are all literals, or None where it must stay in the program."""
+    if not nodes or any(n.op != "const" for n in nodes):
+        return None
+    values = [n.value for n in nodes]
+    try:
+        return _FOLD[op](*values) if op in _FOLD else None  # type: ignore[no-untyped-call]
+    except (OverflowError, ValueError, ZeroDivisionError):
+        return None  # left to the kernel, which gives IEEE results
+
+
+_FOLD = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "floordiv": lambda x, y: x // y,
+    "mod": lambda x, y: x % y,
+    "min": lambda x, y: math.nan if x != x or y != y else min(x, y),
+    "max": lambda x, y: math.nan if x != x or y != y else max(x, y),
+    "neg": lambda x: -x,
+    "abs": lambda x: abs(x),
+    "exp": math.exp,
+    "sqrt": math.sqrt,
+    "tanh": math.tanh,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "and": lambda x, y: x and y,
+    "or": lambda x, y: x or y,
+    "not": lambda x: not x,
+    "where": lambda c, x, y: x if c else y,
+    "to_float": float,
+    "to_bool": bool,
+    "to_int": int,
+}

@@ -6,10 +6,18 @@ Only simplifications that hold for every finite and non-finite value are made: `
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .ir import CONVERSIONS, Capture, Node, ProgramError, ScoreProgram, Type, Value, capture_type, dependencies, literal_type, operation_type, verify
 
+_SIGN: dict[str, Callable[..., bool | None]] = {
+    "ge": lambda c: True if c <= 0 else None,
+    "gt": lambda c: True if c < 0 else None,
+    "lt": lambda c: False if c <= 0 else None,
+    "le": lambda c: False if c < 0 else None,
+}
+"""Comparisons of a non-negative index with the literal c that are known whatever the index."""
+_OPPOSITE = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 _COMMUTATIVE = frozenset({"add", "mul", "min", "max", "and", "or", "eq", "ne"})
 
 
@@ -130,20 +138,54 @@ class ProgramBuilder:
             return args[1] if nodes[0].value else args[2]
         if op == "where" and args[1] == args[2]:
             return args[1]
-        if op == "not" and nodes[0].op == "not":
-            return nodes[0].args[0]
+        if op == "not":
+            return self._negate(nodes[0])
+        if op == "where" and self._literal_first(nodes):
+            return self.emit("where", self.emit("not", args[0]), args[2], args[1])
+        if op == "sub" and nodes[0].value == 1 and nodes[1].op == "to_float" and self.nodes[nodes[1].args[0]].type == "bool":
+            return self.emit("to_float", self.emit("not", nodes[1].args[0]))  # 1 - [p] = [not p]
+        if op == "mul" and (choice := self._choice(args)) is not None:
+            return choice
         if op in ("and", "or"):
             for a, other in ((0, 1), (1, 0)):
                 if nodes[a].op == "const":
                     absorbs = (op == "or") == bool(nodes[a].value)
                     return args[a] if absorbs else args[other]
             return args[0] if args[0] == args[1] else None
+        if nodes[0].op == "index" and len(nodes) == 2 and nodes[1].op == "const" and op in _SIGN:
+            known = _SIGN[op](nodes[1].value)  # indices are never negative
+            return None if known is None else self.const(known)
         if op == "mul":
             return self._neutral(args, 1)
         if op == "add":
             return self._neutral(args, 0)
         if op in ("sub", "div", "floordiv") and nodes[1].op == "const" and nodes[1].value == (0 if op == "sub" else 1):
             return args[0]
+        return None
+
+    def _negate(self, node: Node) -> int | None:
+        """Negation pushed inwards, so that predicates are spelled one way: by De Morgan, and through integer comparisons."""
+        if node.op == "not":
+            return node.args[0]
+        if node.op in ("and", "or"):
+            return self.emit("or" if node.op == "and" else "and", *(self.emit("not", a) for a in node.args))
+        if node.op in _OPPOSITE and self.nodes[node.args[0]].type == "int":  # not for floats: NaN compares false both ways
+            return self.emit(_OPPOSITE[node.op], *node.args)
+        return None
+
+    def _literal_first(self, nodes: list[Node]) -> bool:
+        """``where(p, literal, x)``, or both literals with the more negative one first: turned round."""
+        x, y = nodes[1], nodes[2]
+        if x.op != "const" or x.type == "bool":
+            return False
+        return y.op != "const" or float(x.value or 0) < float(y.value or 0)
+
+    def _choice(self, args: tuple[int, ...]) -> int | None:
+        """``[p] * c`` for a finite literal c is a choice between c and 0 (0 * inf is NaN, so not for infinite c)."""
+        for flag, literal in (args, args[::-1]):
+            bit, c = self.nodes[flag], self.nodes[literal]
+            if bit.op == "to_float" and self.nodes[bit.args[0]].type == "bool" and c.op == "const" and math.isfinite(float(c.value or 0)):
+                return self.emit("where", bit.args[0], literal, self.const(0.0))
         return None
 
     def _neutral(self, args: tuple[int, ...], neutral: int) -> int | None:

@@ -1,0 +1,323 @@
+"""Lifting a whole region: softmax candidate -> AttentionSite, or the Refusal that says what stands in the way.
+
+For the contraction ``out[o] = sum_k P'[o, k] V[o, k]`` the probabilities' side is lifted down to the softmax, the softmax's
+input down to ``sum_d Q[o, d] K[k, d]``. Both are done twice: once in the output's own dimensions, to see how they split into
+batch, head and query (``digits``), and once in the canonical names b, h, q, k, which is the proof: every index that is read is
+then an expression in the names it may depend on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from . import digits as D
+from .find import Candidate, is_dropout, reachable, score_contractions
+from .graph import GraphContext, storages_of
+from .index import ONE, Expr, Space, equal, product, shape_of
+from .lift import REINDEXED, Lifter, refuse
+from .operands import AxisName, as_view, candidates, chain, group_of
+from .patterns.contraction import Contraction, describe, is_contraction
+from .patterns.views import argument, name_of
+from .post import factor_of
+from .program import ProgramBuilder, ScoreProgram
+from .refusal import Refused, declare
+from .site import AttentionSite, Axes, View4
+
+NOT_ATTENTION = declare("not_attention", "nothing to do: this softmax does not feed a matrix product")
+NO_SCORES = declare("no_score_matmul", "the softmax's input is not a matrix product of queries and keys followed by elementwise code; only such scores can be fused")
+OTHER_AXIS = declare("softmax_axis", "the matmul after the softmax sums over another axis than the softmax normalises; check the dim argument")
+NOT_CANONICAL = declare("not_query_times_key", "the score matmul does not pair one query with one key (check permutes, and that no head mixing sits between)")
+OPERANDS = declare("operand_layout", "Q, K or V is read through an index that is not a reshape, permute or expand")
+MUTATION = declare("mutation", "a tensor that the attention reads is written to between the two matmuls; move the write before or after")
+GRAD_MODE = declare("grad_mode", "the scores and the output are computed under different grad modes")
+ESCAPED_DROPOUT = declare("escape_after_dropout", "the probabilities after dropout are used elsewhere too, and would need the same random mask; return them before dropout, or set p=0")
+DROPOUT_TWICE = declare("dropout_twice", "one dropout between softmax and matmul can be fused")
+DTYPE = declare("dtype", "attention runs fused in float16, bfloat16 and float32")
+RENORMALISED = declare("renormalised", "the probabilities are reduced over again (renormalised) before the second matmul")
+
+K, DIM = D.symbol("k"), D.symbol("d")
+B, H, Q, DV = (D.symbol(n) for n in ("b", "h", "q", "dv"))
+NAMES: dict[sympy.Symbol, str] = {B: "b", H: "h", Q: "q", K: "k"}
+_REDUCTIONS = ("sum", "mean", "amax", "max", "norm", "softmax", "_softmax", "topk", "std", "var", "layer_norm")
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """One pass over the region: the operands' indices, and the programs if the pass used canonical names."""
+
+    second: Contraction
+    probabilities: str  # "lhs" or "rhs"
+    first: Contraction
+    keys: str
+    lifter: Lifter
+    score: int
+    factor: int
+    dropout: tuple[fx.Node, float] | None
+
+    def operand(self, which: str) -> tuple[fx.Node, tuple[Expr, ...]]:
+        """(node, index) of "q", "k" or "v"."""
+        contraction, side = (self.second, _other(self.probabilities)) if which == "v" else (self.first, self.keys if which == "k" else _other(self.keys))
+        return (contraction.lhs, contraction.lhs_index) if side == "lhs" else (contraction.rhs, contraction.rhs_index)
+
+
+def _other(side: str) -> str:
+    return "rhs" if side == "lhs" else "lhs"
+
+
+def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
+    """The first contraction after the softmax that makes an attention; raises Refused with the reason of the nearest try."""
+    anchor = candidate.anchor
+    if not candidate.contractions:
+        for node in candidate.others:
+            if name_of(node) in _REDUCTIONS and any(_feeds_contraction(u) for u in node.users):
+                raise refuse(RENORMALISED, f"{node.target} over the probabilities stands between the softmax and the second matmul", node)
+        raise refuse(NOT_ATTENTION, "its result reaches no matrix product", anchor.output)
+    firsts = score_contractions(anchor)
+    if not firsts:
+        raise refuse(NO_SCORES, "its input does not come from a matrix product", anchor.output)
+    failure: Refused | None = None
+    for second in candidate.contractions:
+        for first in firsts:
+            try:
+                return _Region(context, candidate, second, first).site()
+            except Refused as refused:
+                failure = failure or refused
+    assert failure is not None
+    raise failure
+
+
+def _feeds_contraction(node: fx.Node) -> bool:
+    return is_contraction(node) or any(is_contraction(u) for u in node.users)
+
+
+class _Region:
+    """The region between one score contraction and one output contraction."""
+
+    def __init__(self, context: GraphContext, candidate: Candidate, second: fx.Node, first: fx.Node) -> None:
+        self.context, self.candidate, self.anchor = context, candidate, candidate.anchor
+        self.second, self.first = second, first
+        last = context.order[second]
+        self.after = reachable(self.anchor.output, last, context.order)
+        self.before = reachable(first, context.order[self.anchor.output], context.order)
+
+    # -- the two passes ----------------------------------------------------------------------------------------------------
+    def site(self) -> AttentionSite:
+        shape = shape_of(self.second.meta["val"])
+        digits = D.Digits.of(shape)
+        for _ in range(8):
+            space = Space({**digits.extent})
+            guess = self.lift(space, digits.index(), dict.fromkeys(digits.extent, "b") | {K: "k"})
+            if not digits.refine(self._all_indices(guess)):
+                break
+        roles = self._roles(digits, guess)
+        space = Space({B: _extent(digits, roles.batch), H: _extent(digits, roles.heads), Q: _extent(digits, roles.query), DV: _extent(digits, roles.value)})
+        names: dict[sympy.Symbol, Expr] = {}
+        for axis, members in ((B, roles.batch), (H, roles.heads), (Q, roles.query), (DV, roles.value)):
+            names |= D.axis_index(members, digits.extent, axis, space)
+        index = tuple(sympy.expand(i.subs(names, simultaneous=True)) if i.free_symbols & set(names) else i for i in digits.index())
+        return self.prove(space, index)
+
+    def _all_indices(self, lifted: Lifted) -> list[tuple[Expr, ...]]:
+        space = lifted.lifter.space
+        found = [lifted.second.lhs_index, lifted.second.rhs_index, self._softmax_index]
+        for which in ("q", "k", "v"):
+            found += [i for _, i in chain(space, *lifted.operand(which))]
+        return found
+
+    def _roles(self, digits: D.Digits, guess: Lifted) -> D.Roles:
+        free = lambda index: set().union(*(i.free_symbols for i in index)) & set(digits.extent)
+        smallest = {w: min((free(i) for _, i in chain(guess.lifter.space, *guess.operand(w))), key=len) for w in ("k", "v")}
+        return D.assign(digits, free(self._softmax_index), smallest["k"], smallest["v"])
+
+    def lift(self, space: Space, index: tuple[Expr, ...], names: dict[sympy.Symbol, str]) -> Lifted:
+        """Both contractions and everything between them, read at ``index`` of the output.
+
+        ``names`` gives each symbol its program index; while guessing all are called b, since only the indices are looked at.
+        """
+        second = describe(self.second, index, K)
+        if second is None:
+            raise refuse(NOT_CANONICAL, "this spelling of the second matmul is not a product of two operands over one axis", self.second)
+        sides = [s for s, n in (("lhs", second.lhs), ("rhs", second.rhs)) if n in self.after]
+        if len(sides) != 1:
+            raise refuse(NOT_CANONICAL, "both operands of the second matmul come from the probabilities", self.second)
+        space.extent[K] = second.size
+        builder = ProgramBuilder()
+        probability, dropout, after = self._lift_after(space, names, second, sides[0])
+        score, lifter, contraction, keys = self._lift_before(space, names, builder)
+        factor = _transplant(after, probability, lifter)
+        lifter.touched |= after.touched
+        return Lifted(second, sides[0], contraction, keys, lifter, score, factor, dropout)
+
+    def _lift_after(self, space: Space, names: dict[sympy.Symbol, str], second: Contraction, side: str) -> tuple[int, tuple[fx.Node, float] | None, Lifter]:
+        reads: list[tuple[Expr, ...]] = []
+        dropped: list[tuple[fx.Node, float]] = []
+
+        def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+            if node is self.anchor.output:
+                reads.append(index)
+                return lifter.builder.score()
+            if is_dropout(node):
+                dropped.append((node, float(argument(node, 1, "p"))))
+                return lifter.element(node.args[0], index)  # type: ignore[arg-type]
+            if name_of(node) in _REDUCTIONS:
+                raise refuse(RENORMALISED, f"{node.target} over the probabilities stands between the softmax and the second matmul", node)
+            return None
+
+        lifter = Lifter(self.context, space, names, leaf, self.after, ProgramBuilder())
+        node, index = (second.lhs, second.lhs_index) if side == "lhs" else (second.rhs, second.rhs_index)
+        value = lifter.element(node, index)
+        if len(set(reads)) != 1:
+            raise refuse(REINDEXED, "the probabilities are read at two different places", self.second)
+        if len({n for n, _ in dropped}) > 1:
+            raise refuse(DROPOUT_TWICE, "two dropouts stand between softmax and matmul", dropped[-1][0])
+        self._softmax_index = reads[0]
+        self._check_axis(reads[0], second)
+        return value, dropped[0] if dropped else None, lifter
+
+    def _check_axis(self, index: tuple[Expr, ...], second: Contraction) -> None:
+        shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
+        for position, i in enumerate(index):
+            if position == dim and (i != K or not equal(shape[dim], second.size)) and not (shape[dim] == 1 and second.size == 1):
+                raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, the matmul sums over another", self.second)
+            if position != dim and K in i.free_symbols:
+                raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, the matmul sums over dimension {position}", self.second)
+
+    def _lift_before(self, space: Space, names: dict[sympy.Symbol, str], builder: ProgramBuilder) -> tuple[int, Lifter, Contraction, str]:
+        reads: list[Contraction] = []
+
+        def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+            if node is not self.first:
+                return None
+            found = describe(node, index, DIM)
+            if found is None:
+                raise refuse(NOT_CANONICAL, "this spelling of the score matmul is not a product of two operands over one axis", node)
+            reads.append(found)
+            value = lifter.builder.score()
+            if found.addend is not None:
+                value = lifter.builder.emit("mul", value, lifter.builder.convert(lifter.operand(found.alpha, ()), "float"))
+                if found.beta != 0:
+                    bias = lifter.builder.convert(lifter.element(found.addend, found.addend_index), "float")
+                    value = lifter.builder.emit("add", value, lifter.builder.emit("mul", bias, lifter.builder.convert(lifter.operand(found.beta, ()), "float")))
+            return value
+
+        lifter = Lifter(self.context, space, names, leaf, self.before, builder)
+        score = builder.convert(lifter.element(self.anchor.input, self._softmax_index), "float")
+        if len({(c.lhs_index, c.rhs_index) for c in reads}) != 1:
+            raise refuse(REINDEXED, "the scores are read at two different places", self.first)
+        first = reads[0]
+        space.extent[DIM] = first.size
+        with_k = [s for s, index in (("lhs", first.lhs_index), ("rhs", first.rhs_index)) if any(K in i.free_symbols for i in index)]
+        if len(with_k) != 1:
+            raise refuse(NOT_CANONICAL, "the softmax axis belongs to neither or both operands of the score matmul", self.first)
+        return score, lifter, first, with_k[0]
+
+    # -- the proof ---------------------------------------------------------------------------------------------------------
+    def prove(self, space: Space, index: tuple[Expr, ...]) -> AttentionSite:
+        lifted = self.lift(space, index, NAMES)
+        allowed = {"q": {B, H, Q, DIM}, "k": {B, H, K, DIM}, "v": {B, H, K, DV}}
+        for which, names in allowed.items():
+            node, at = lifted.operand(which)
+            stray = set().union(*(i.free_symbols for i in at)) & (set(space.extent) - names)
+            if stray:
+                raise refuse(NOT_CANONICAL, f"{which.upper()} is read at an index that depends on {', '.join(sorted(map(str, stray)))}", node)
+        dtype = self._dtype(lifted)
+        views = self._operand_views(space, lifted, dtype)
+        output = as_view(space, {B: "b", H: "h", Q: "q", DV: "d"}, self.second, index)
+        if output is None:
+            raise refuse(OPERANDS, "the output's dimensions do not come apart into batch, head, query and channel", self.second)
+        program, post, captures, sizes = self._programs(lifted)
+        region = frozenset(lifted.lifter.touched | {self.first, self.second, self.anchor.output}) - {n for n in self.context.graph.nodes if n.op == "placeholder"}
+        escapes = self._escapes(lifted, region)
+        self._check_modes(region, captures, views)
+        group = group_of(space, H, views["k"])
+        axes = Axes(space.extent[B], space.extent[H], sympy.cancel(space.extent[H] / group), space.extent[Q], space.extent[K], space.extent[DIM], space.extent[DV])
+        return AttentionSite(
+            self.anchor, output, views["q"], views["k"], views["v"], axes, program, post, captures, sizes,
+            lifted.dropout[1] if lifted.dropout else 0.0, dtype, region, escapes,
+        )  # fmt: skip
+
+    def _dtype(self, lifted: Lifted) -> torch.dtype:
+        scores, output = self.first.meta["val"].dtype, self.second.meta["val"].dtype
+        if not {scores, output} <= {torch.float16, torch.bfloat16, torch.float32}:
+            raise refuse(DTYPE, f"the matmuls compute in {scores} and {output}", self.first)
+        if scores == torch.float32 and output != scores and all(self._widened_from(lifted, w, output) for w in "qk"):
+            return output  # products of widened low-precision values are exact in fp32: the kernel computes the same
+        if scores == output:
+            return output
+        return torch.float32
+
+    def _widened_from(self, lifted: Lifted, which: str, dtype: torch.dtype) -> bool:
+        return any(n.meta["val"].dtype == dtype for n, _ in chain(lifted.lifter.space, *lifted.operand(which)))
+
+    def _operand_views(self, space: Space, lifted: Lifted, dtype: torch.dtype) -> dict[str, View4]:
+        length: dict[str, dict[sympy.Symbol, AxisName]] = {
+            "q": {B: "b", H: "h", Q: "q", DIM: "d"},
+            "k": {B: "b", H: "h", K: "k", DIM: "d"},
+            "v": {B: "b", H: "h", K: "k", DV: "d"},
+        }
+        found: dict[str, list[View4]] = {}
+        for which, axes in length.items():
+            node, index = lifted.operand(which)
+            found[which] = [v for v in candidates(space, axes, node, index) if v.node.meta["val"].dtype.itemsize <= node.meta["val"].dtype.itemsize]
+            if dtype == node.meta["val"].dtype or any(v.node.meta["val"].dtype == dtype for v in found[which]):
+                found[which] = [v for v in found[which] if v.node.meta["val"].dtype == dtype] or found[which]
+            if not found[which]:
+                raise refuse(OPERANDS, f"{which.upper()} is not a reshape, permute or expand of a (batch, head, length, channel) tensor", node)
+        heads = space.extent[H]
+        for k in found["k"]:
+            for v in found["v"]:
+                groups = group_of(space, H, k), group_of(space, H, v)
+                if groups[0] == groups[1] or (heads in groups and heads != ONE):
+                    return {"q": found["q"][0], "k": k, "v": v}
+        raise refuse(OPERANDS, "keys and values have different head groups", lifted.operand("k")[0])
+
+    def _programs(self, lifted: Lifted) -> tuple[ScoreProgram, ScoreProgram | None, tuple[fx.Node, ...], tuple[Expr, ...]]:
+        lifter, b = lifted.lifter, lifted.lifter.builder
+        program = b.finish(lifted.score)
+        unit = b.nodes[lifted.factor].op == "const" and b.nodes[lifted.factor].value == 1.0
+        return program, None if unit else b.finish(lifted.factor), tuple(lifter.captured), tuple(lifter.size_symbols)
+
+    def _escapes(self, lifted: Lifted, region: frozenset[fx.Node]) -> bool:
+        path = [n for n in region if n in self.after and n is not self.second]
+        if lifted.dropout is not None:
+            random = reachable(lifted.dropout[0], self.context.order[self.second], self.context.order)
+            outside = [u for n in path if n in random for u in n.users if u not in region]
+            if outside:
+                raise refuse(ESCAPED_DROPOUT, f"{outside[0].name} uses the probabilities after dropout too", outside[0])
+        return any(u not in region for n in path for u in n.users)
+
+    def _check_modes(self, region: frozenset[fx.Node], captures: tuple[fx.Node, ...], views: dict[str, View4]) -> None:
+        order, mode = self.context.order, self.context.grad_mode
+        carriers = [n for n in region if n in self.before or n in self.after]
+        if len({mode[n] for n in carriers}) > 1:
+            raise refuse(GRAD_MODE, "part of the scores is computed under no_grad and part is not", self.second)
+        last = order[self.second]
+        for node in {*captures, *(v.node for v in views.values())}:
+            first = min((order[u] for u in node.users if u in order and order[u] <= last), default=last)
+            write = self.context.written_between({node}, first, last)
+            if write is not None:
+                raise refuse(MUTATION, f"{write.target} writes to a tensor that the attention reads ({node.name})", write)
+        inside = {n for n in carriers if storages_of(n)} - {self.second}
+        write = self.context.written_between(inside, min(order[n] for n in carriers), last)
+        if write is not None:
+            raise refuse(MUTATION, f"{write.target} changes the scores in place through a view", write)
+
+
+def _transplant(after: Lifter, probability: int, lifter: Lifter) -> int:
+    """The factor on the probabilities as a value of the score lifter's builder (captures and sizes renumbered)."""
+    numbers = [lifter.number(node, after.builder.captures[i].rank) for i, node in enumerate(after.captured)]
+    sizes = [lifter.size(s) for s in after.size_symbols]
+    return factor_of(after.builder, probability, lifter.builder, numbers, sizes)
+
+
+def _extent(digits: D.Digits, members: tuple[sympy.Symbol, ...]) -> Expr:
+    return sympy.expand(product([digits.extent[x] for x in members]))
+
+
+def _words(shape: tuple[Expr, ...]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"
+

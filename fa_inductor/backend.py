@@ -1,0 +1,238 @@
+"""The backend ``flashattn``: the pipeline on one page.
+
+    Dynamo graph -> normalize -> find -> lift (analyse) -> recognise -> select -> rewrite -> Inductor
+
+Without a site the original Dynamo graph goes to Inductor untouched. Every softmax ends in the report, fused or with a reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import log, op, report
+from .analyse import analyse
+from .counters import record_final, record_graph
+from .dump import Dump
+from .find import Candidate, find
+from .graph import GraphContext
+from .location import location_of, module_path_of, source_line_of
+from .normalize import Normalized, normalize
+from .options import Options, parse
+from .recognise import recognise_site
+from .refusal import Refusal, Refused, StrictError, declare
+from .report import GraphReport, KernelRefusals, SiteReport
+from .request import AttentionRequest, Plan
+from .rewrite import discard, place, replace
+from .select import NO_KERNEL, Selection, select
+from .site import AttentionSite
+
+DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention again")
+DROPOUT_RANDOM = declare("fallback_random", "a fused dropout cannot draw eager's random numbers; unset torch._inductor.config.fallback_random to fuse")
+POST_MASK_NAN = declare("post_mask_nan", "a row without a visible key is NaN before the mask after the softmax turns it into 0; give such rows a visible key, or drop one of the two masks")
+INTERNAL = declare("internal_error", "this is a bug in fa_inductor: the site runs unfused; please report the message with the code at that line")
+
+_names = iter(range(10**9))
+
+
+def flashattn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """``torch.compile(model, backend="flashattn", mode=…, options=…)``.
+
+    Args:
+        gm, example_inputs: what Dynamo hands to a backend.
+        mode: an Inductor mode ("reduce-overhead", "max-autotune", …).
+        options: ours (see ``Options``) and any Inductor setting.
+    """
+    parsed = parse(options, mode)
+    for message in parsed.messages:
+        log.warn_once(message)
+    settings: Any = torch._inductor.config.patch(parsed.inductor) if parsed.inductor else nullcontext()
+    with settings:
+        compiled = _Compilation(gm, parsed.options)
+        rewritten = compiled.run()
+        return _inductor(rewritten, example_inputs, parsed.inductor, compiled.fused)
+
+
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], fused: int) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    if not fused:
+        return compile_fx(gm, example_inputs, config_patches=settings or None)  # type: ignore[no-any-return]
+
+    def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        calls = count_fused(graph)
+        record_final(**({"forward": 0, "backward": calls} if kwargs.get("is_backward") else {"forward": calls, "backward": 0}))
+        return compile_fx_inner(graph, inputs, **kwargs)
+
+    return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings or None)  # type: ignore[no-any-return]
+
+
+def count_fused(gm: fx.GraphModule) -> int:
+    """Fused attention calls in a final (post-AOTAutograd) graph, forward or backward: each leaves one call of its kernel's op."""
+    return sum(op.is_fused_call(n) for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+
+
+@dataclass
+class _Verdict:
+    """What became of one softmax."""
+
+    candidate: Candidate
+    site: AttentionSite | None = None
+    refusal: Refusal | None = None
+    plan: Plan | None = None
+    passed_over: tuple[tuple[str, tuple[Refusal, ...]], ...] = ()
+    shapes: str = ""
+
+
+@dataclass
+class _Compilation:
+    """One graph on its way through the pipeline."""
+
+    original: fx.GraphModule
+    options: Options
+    seconds: dict[str, float] = field(default_factory=dict)
+    fused: int = 0
+
+    def run(self) -> fx.GraphModule:
+        """The graph for Inductor: rewritten, or the original if nothing was."""
+        dump = Dump.open(self.options.dump)
+        dump.write("dynamo", lambda: str(self.original.graph))
+        name = f"graph {next(_names)}"
+        if self.options.disabled:
+            return self._finish(name, dump, (), (Refusal(DISABLED, "FA_INDUCTOR_DISABLE is set"),), self.original)
+        start = time.perf_counter()
+        normal = normalize(self.original) if _has_softmax(self.original) else None
+        self.seconds["normalize"] = time.perf_counter() - start
+        if not isinstance(normal, Normalized):
+            return self._finish(name, dump, (), () if normal is None else (normal,), self.original)
+        dump.write("normalized", lambda: str(normal.gm.graph))
+        start = time.perf_counter()
+        verdicts = [v for gm in (normal.gm, *(g for _, g in normal.subgraphs)) for v in self._graph(gm)]
+        self.seconds["rewrite"] = time.perf_counter() - start
+        self.fused = sum(v.plan is not None for v in verdicts)
+        self._dump_stages(dump, verdicts)
+        dump.write("rewritten", lambda: str(normal.gm.graph))
+        return self._finish(name, dump, verdicts, (), normal.gm if self.fused else self.original)
+
+    def _finish(self, name: str, dump: Dump, verdicts: Sequence[_Verdict], refusals: tuple[Refusal, ...], gm: fx.GraphModule) -> fx.GraphModule:
+        sites = tuple(_site_report(i, v) for i, v in enumerate(verdicts))
+        result = GraphReport(name, sites, refusals, self.seconds)
+        dump.write("report.txt", lambda: str(result))
+        dump.write("report.json", result.to_json)
+        record_graph(result)
+        report.publish(result)
+        for site in sites:
+            log.get().info("%s", str(site).splitlines()[0])
+        missed = [s for s in sites if not s.fused and s.refusal is not None and s.refusal.code != "not_attention"]
+        if self.options.strict and (missed or refusals):
+            raise StrictError("option strict is set and attention stays unfused:\n" + "\n".join(map(str, missed or refusals)))
+        return gm
+
+    def _dump_stages(self, dump: Dump, verdicts: Sequence[_Verdict]) -> None:
+        dump.write("sites", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}: {v.site or v.refusal}" for v in verdicts))
+        dump.write("programs", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}\n{v.site.program}\npost: {v.site.post}" for v in verdicts if v.site))
+        dump.write("selection", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}\n{v.plan}\n" + "\n".join(f"{k}: {r}" for k, rs in v.passed_over for r in rs) for v in verdicts))
+
+    # -- one graph ---------------------------------------------------------------------------------------------------------
+    def _graph(self, gm: fx.GraphModule) -> list[_Verdict]:
+        """Analyse every softmax first, then rewrite: the analyses see the graph as the user wrote it."""
+        context = GraphContext(gm, torch.is_grad_enabled())
+        verdicts = [_Verdict(c) for c in find(gm.graph)]
+        for verdict in verdicts:
+            self._guarded(verdict, lambda v: setattr(v, "site", analyse(context, v.candidate)))
+        claimed: set[fx.Node] = set()
+        for verdict in verdicts:
+            if verdict.site is not None and verdict.site.output.node not in claimed:
+                claimed.add(verdict.site.output.node)
+                self._guarded(verdict, lambda v: self._rewrite(context, v))
+        gm.graph.lint()
+        gm.recompile()
+        return verdicts
+
+    def _guarded(self, verdict: _Verdict, stage: Callable[[_Verdict], None]) -> None:
+        """A stage that cannot go on says why; an unexpected error costs the site, loudly, but never the model."""
+        try:
+            stage(verdict)
+        except Refused as refused:
+            verdict.refusal = refused.refusal
+        except Exception as error:
+            node = verdict.candidate.anchor.output
+            verdict.refusal = Refusal(INTERNAL, f"{type(error).__name__}: {error}", node.name, location_of(node))
+            log.get().warning("%s", verdict.refusal, exc_info=True)
+
+    def _rewrite(self, context: GraphContext, verdict: _Verdict) -> None:
+        site = verdict.site
+        assert site is not None
+        node = site.output.node
+        facts = recognise_site(site)
+        if site.dropout_p and torch._inductor.config.fallback_random:
+            raise Refused(Refusal(DROPOUT_RANDOM, "dropout with torch._inductor.config.fallback_random", node.name, location_of(node)))
+        if site.post is not None and facts.mask is not None and facts.mask.fill == float("-inf") and not facts.mask.every_row_visible and _has_choice(site):
+            raise Refused(Refusal(POST_MASK_NAN, "probabilities are masked again after a softmax that may have rows of -inf alone", node.name, location_of(node)))
+        emitter, placed = place(context, site)
+        specs = placed.specs(context)
+        device = placed.q.meta["val"].device
+        request = AttentionRequest(
+            *specs[:3], site.program, facts, specs[3:], tuple(_size(s) for s in placed.sizes), site.post, site.dropout_p, device.type,
+            torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            torch.get_float32_matmul_precision() != "highest", self._deterministic(), self.options.masked_rows,
+        )  # fmt: skip
+        selection: Selection = select(request, self.options.kernel)
+        verdict.passed_over = selection.passed_over
+        verdict.shapes = _shapes(request)
+        if selection.plan is None:
+            discard(emitter)
+            reasons = "; ".join(f"{k}: {', '.join(r.text for r in rs)}" for k, rs in selection.passed_over)
+            raise Refused(Refusal(NO_KERNEL, reasons, node.name, location_of(node)))
+        replace(context, site, emitter, placed, selection.plan)
+        verdict.plan = selection.plan
+
+    def _deterministic(self) -> bool:
+        asked = self.options.deterministic
+        return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+
+
+def _has_choice(site: AttentionSite) -> bool:
+    return site.post is not None and any(n.op == "where" for n in site.post.nodes)
+
+
+def _size(x: Any) -> Any:
+    return x.meta["val"] if isinstance(x, fx.Node) else x
+
+
+def _has_softmax(gm: fx.GraphModule) -> bool:
+    """A cheap look at the Dynamo graph: models without exp or softmax are not retraced at all."""
+    words = ("softmax", "exp", "multi_head_attention")
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return any(any(w in (n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))) for w in words) for g in graphs for n in g.nodes if n.op.startswith("call"))
+
+
+def _shapes(request: AttentionRequest) -> str:
+    names = ("q", "k", "v")
+    return ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(names, (request.q, request.k, request.v))) + f" {str(request.q.dtype).removeprefix('torch.')}"
+
+
+def _site_report(index: int, verdict: _Verdict) -> SiteReport:
+    node, site, plan = verdict.candidate.anchor.output, verdict.site, verdict.plan
+    return SiteReport(
+        index=index,
+        softmax=node.name,
+        location=location_of(node),
+        source_line=source_line_of(node),
+        module_path=module_path_of(node),
+        fused=plan is not None,
+        refusal=verdict.refusal,
+        kernel=plan.kernel if plan else None,
+        config=", ".join(f"{n}={v}" for n, v in plan.config) if plan else "",
+        reason=plan.reason if plan else "",
+        labels=plan.facts.labels if plan else recognise_site(site).labels if site else (),
+        program=report.program_maths(site.program) if site else "",
+        shapes=verdict.shapes,
+        passed_over=tuple(KernelRefusals(k, r) for k, r in verdict.passed_over),
+    )

@@ -1,0 +1,113 @@
+"""Digits: a first guess at how the output's dimensions split into batch, head and query axes.
+
+The guess only chooses names. What a site claims is proved afterwards by lifting the region at the chosen names
+(``analyse.py``): a bad guess ends in a refusal, never in a wrong rewrite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+from .index import ONE, ZERO, Expr, Space, exact_quotient
+
+
+def symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, integer=True, nonnegative=True)
+
+
+@dataclass
+class Digits:
+    """For each dimension of a tensor its digits, slowest first, and the extents of all digits."""
+
+    dimensions: list[list[sympy.Symbol]] = field(default_factory=list)
+    extent: dict[sympy.Symbol, Expr] = field(default_factory=dict)
+
+    @staticmethod
+    def of(shape: Sequence[Expr]) -> Digits:
+        digits = Digits()
+        for position, size in enumerate(shape):
+            if size == 1:
+                digits.dimensions.append([])
+            else:
+                x = symbol(f"x{position}")
+                digits.dimensions.append([x])
+                digits.extent[x] = size
+        return digits
+
+    def index(self) -> tuple[Expr, ...]:
+        """The tensor's index in terms of the digits."""
+        return tuple(self._merge(d) for d in self.dimensions)
+
+    def _merge(self, digits: list[sympy.Symbol]) -> Expr:
+        value: Expr = ZERO
+        for x in digits:
+            value = value * self.extent[x] + x
+        return sympy.expand(value)
+
+    def order(self) -> list[sympy.Symbol]:
+        return [x for d in self.dimensions for x in d]
+
+    def refine(self, indices: Iterable[tuple[Expr, ...]]) -> bool:
+        """Split a digit x that some index reads as both ``x // m`` and ``x % m``; False when there is none."""
+        for index in indices:
+            atoms = {a for i in index for a in sympy.preorder_traversal(i) if isinstance(a, (FloorDiv, Mod)) and a.args[0] in self.extent}
+            for a in atoms:
+                x, m = a.args
+                partner = Mod(x, m) if isinstance(a, FloorDiv) else FloorDiv(x, m)
+                if partner in atoms and self._split(x, m):
+                    return True
+        return False
+
+    def _split(self, x: sympy.Symbol, m: Expr) -> bool:
+        high = exact_quotient(self.extent[x], m)
+        if high is None or high == 1 or m == 1:
+            return False
+        slow, fast = symbol(x.name + "h"), symbol(x.name + "l")
+        self.extent[slow], self.extent[fast] = high, m
+        del self.extent[x]
+        self.dimensions = [[y for z in d for y in ((slow, fast) if z == x else (z,))] for d in self.dimensions]
+        return True
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which digits make up the batch, the heads, the queries and the value channels (each slowest first)."""
+
+    batch: tuple[sympy.Symbol, ...]
+    heads: tuple[sympy.Symbol, ...]
+    query: tuple[sympy.Symbol, ...]
+    value: tuple[sympy.Symbol, ...]
+
+
+def assign(digits: Digits, probability: set[sympy.Symbol], key: set[sympy.Symbol], value: set[sympy.Symbol]) -> Roles:
+    """Roles from which operands depend on which digit: ``probability`` and ``key``, ``value`` are the digits in their indices.
+
+    A digit that the keys do not depend on is a query digit; of several, the one nearest the end is, and the others are heads
+    that share their keys (multi-query attention).
+    """
+    order = digits.order()
+    queries = [x for x in order if x in probability and x not in key and x not in value]
+    query = queries[-1:]
+    batch = [x for x in order if x in probability and x not in query]
+    shared = [x for x in batch if x not in key and x not in value]
+    channels = tuple(x for x in order if x not in probability)
+    heads = batch[-1:] if len(batch) > 1 else []
+    if shared and batch[-len(shared) :] == shared:
+        heads = shared
+    rest = tuple(x for x in batch if x not in heads)
+    return Roles(rest, tuple(heads), tuple(query), channels)
+
+
+def axis_index(digits: Sequence[sympy.Symbol], extents: dict[sympy.Symbol, Expr], axis: sympy.Symbol, space: Space) -> dict[sympy.Symbol, Expr]:
+    """Each digit as a function of the canonical axis that is their merge."""
+    result: dict[sympy.Symbol, Expr] = {}
+    stride: Expr = ONE
+    for position, x in enumerate(reversed(digits)):
+        quotient = space.div(axis, stride)
+        result[x] = quotient if position == len(digits) - 1 else space.mod(quotient, extents[x])
+        stride = stride * extents[x]
+    return result

@@ -1,0 +1,80 @@
+"""Finding: every softmax of a graph, and the contractions that its probabilities reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from .lift import liftable
+from .patterns import softmax
+from .patterns.contraction import is_contraction
+from .patterns.softmax import Softmax
+from .patterns.views import argument, name_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A softmax, the contractions its probabilities reach through views and pointwise ops, and where else they go."""
+
+    anchor: Softmax
+    contractions: tuple[fx.Node, ...]
+    others: tuple[fx.Node, ...]
+
+
+def find(graph: fx.Graph) -> list[Candidate]:
+    """All softmaxes in program order."""
+    return [_candidate(anchor) for node in graph.nodes if (anchor := softmax.match(node)) is not None]
+
+
+def _candidate(anchor: Softmax) -> Candidate:
+    contractions: list[fx.Node] = []
+    others: list[fx.Node] = []
+    seen = {anchor.output}
+    queue = [anchor.output]
+    while queue:
+        for user in queue.pop(0).users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if is_contraction(user):
+                contractions.append(user)
+            elif is_dropout(user) or liftable(user):
+                queue.append(user)
+            else:
+                others.append(user)
+    return Candidate(anchor, tuple(contractions), tuple(others))
+
+
+def is_dropout(node: fx.Node) -> bool:
+    """A dropout that drops something (training mode, p > 0)."""
+    return name_of(node) == "dropout" and bool(argument(node, 2, "train")) and argument(node, 1, "p") != 0
+
+
+def reachable(start: fx.Node, last: int, order: dict[fx.Node, int]) -> set[fx.Node]:
+    """Nodes that depend on ``start`` (itself included), up to position ``last``."""
+    seen = {start}
+    queue = [start]
+    while queue:
+        for user in queue.pop().users:
+            if user not in seen and order.get(user, last + 1) <= last:
+                seen.add(user)
+                queue.append(user)
+    return seen
+
+
+def score_contractions(anchor: Softmax) -> list[fx.Node]:
+    """Contractions that the softmax's input is made of, through views and pointwise ops alone; nearest first."""
+    found: list[fx.Node] = []
+    seen = {anchor.input}
+    queue = [anchor.input]
+    while queue:
+        node = queue.pop(0)
+        if is_contraction(node):
+            found.append(node)
+        elif liftable(node):
+            for n in node.all_input_nodes:
+                if n not in seen:
+                    seen.add(n)
+                    queue.append(n)
+    return found

@@ -1,0 +1,138 @@
+"""What a rewrite must know about the whole graph: order, aliasing writes, grad mode, which values need gradients, sizes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from .index import Expr, as_expr
+from .patterns.views import name_of
+
+
+class GraphContext:
+    """Facts about one normalised graph, computed once; ``size_node`` may add nodes."""
+
+    def __init__(self, gm: fx.GraphModule, grad_enabled: bool) -> None:
+        self.gm = gm
+        self.graph = gm.graph
+        self.order: dict[fx.Node, int] = {}
+        self.grad_mode: dict[fx.Node, bool] = {}
+        self.needs_grad: set[fx.Node] = set()
+        self.writes: list[fx.Node] = []
+        self._size_nodes: dict[Expr, Any] = {}
+        self._scan(grad_enabled)
+
+    # -- facts -----------------------------------------------------------------------------------------------------------
+    def written_between(self, nodes: set[fx.Node], first: int, last: int) -> fx.Node | None:
+        """A node at a position in (first, last) that writes to storage which one of ``nodes`` shares."""
+        storages = {s for n in nodes for s in storages_of(n)}
+        for write in self.writes:
+            if first < self.order[write] < last and any(s in storages for t in written_tensors(write) for s in storages_of(t)):
+                return write
+        return None
+
+    def _scan(self, grad_enabled: bool) -> None:
+        mode = grad_enabled
+        for position, node in enumerate(self.graph.nodes):
+            self.order[node] = position
+            if node.target is torch._C._set_grad_enabled:
+                mode = bool(node.args[0])
+            self.grad_mode[node] = mode
+            if self._wants_grad(node, mode, grad_enabled):
+                self.needs_grad.add(node)
+            if written_tensors(node):
+                self.writes.append(node)
+            value = node.meta.get("val")
+            if node.op == "placeholder" and isinstance(value, torch.SymInt):
+                self._size_nodes.setdefault(as_expr(value), node)
+
+    def _wants_grad(self, node: fx.Node, mode: bool, grad_enabled: bool) -> bool:
+        value = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr"):
+            example = node.meta.get("example_value", value)
+            return grad_enabled and isinstance(example, torch.Tensor) and example.requires_grad
+        if not mode or name_of(node) == "detach":
+            return False
+        if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
+            return False
+        return any(n in self.needs_grad for n in node.all_input_nodes)
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+    def size_node(self, expr: Expr, before: fx.Node) -> Any:
+        """``expr`` as a literal int or as a node that is computed before ``before``."""
+        expr = sympy.expand(expr)
+        if expr.is_Integer:
+            return int(expr)
+        known = self._size_nodes.get(expr)
+        if known is not None:
+            return known
+        if isinstance(expr, sympy.Symbol):
+            return self._read_size(expr)
+        with self.graph.inserting_before(before):
+            return self._arithmetic(expr, before)
+
+    def _read_size(self, symbol: Expr) -> fx.Node:
+        """A size symbol from the shape of the first placeholder that has it."""
+        last = None
+        for node in self.graph.nodes:
+            if node.op != "placeholder":
+                break
+            last = node
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+                continue
+            for dim, size in enumerate(value.shape):
+                if as_expr(size) == symbol:
+                    assert last is not None
+                    with self.graph.inserting_after(last):
+                        read = self.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                    read.meta["val"] = size
+                    self._size_nodes[symbol] = read
+                    return read
+        raise KeyError(f"no input of the graph carries the size {symbol}")
+
+    def _arithmetic(self, expr: Expr, before: fx.Node) -> Any:
+        operands = [self.size_node(a, before) for a in expr.args]
+        if expr.is_Add or expr.is_Mul:
+            function = operator.add if expr.is_Add else operator.mul
+        elif type(expr).__name__ == "FloorDiv":
+            function = operator.floordiv
+        elif type(expr).__name__ in ("Mod", "PythonMod"):
+            function = operator.mod
+        elif expr.is_Pow and expr.args[1].is_Integer and expr.args[1] > 0:
+            function, operands = operator.mul, [operands[0]] * int(expr.args[1])
+        else:
+            raise KeyError(f"cannot compute the size {expr} in the graph")
+        result = operands[0]
+        for operand in operands[1:]:
+            with self.graph.inserting_before(before):
+                node = self.graph.call_function(function, (result, operand))
+            node.meta["val"] = function(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in (result, operand)))
+            result = node
+        return result
+
+
+def written_tensors(node: fx.Node) -> list[fx.Node]:
+    """Arguments that an op writes to, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        written += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, fx.Node)]
+    return written
+
+
+def storages_of(node: fx.Node) -> list[int]:
+    """Identities of the storages behind a node's fake value: equal for views of one tensor."""
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    return [t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor)]

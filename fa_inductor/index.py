@@ -1,0 +1,181 @@
+"""Index algebra: which element of a view's input an element of the view is.
+
+Indices are sympy expressions over symbols of known extent. Division and remainder by a size are simplified with the extents
+known (``(b*H + h) // H`` is ``b`` because ``0 <= h < H``), so that reshaping there and back leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+Expr = sympy.Expr
+ZERO = sympy.Integer(0)
+ONE = sympy.Integer(1)
+
+
+def as_expr(size: Any) -> Expr:
+    """Sympy expression of an int, SymInt or sympy value."""
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    return sympy.sympify(size)
+
+
+def shape_of(value: Any) -> tuple[Expr, ...]:
+    """Shape of a (fake) tensor as expressions."""
+    return tuple(as_expr(s) for s in value.shape)
+
+
+def product(sizes: Sequence[Expr]) -> Expr:
+    return reduce(lambda x, y: x * y, sizes, ONE)
+
+
+def equal(x: Expr, y: Expr) -> bool:
+    """Provably equal (False where it is not known)."""
+    return x == y or sympy.expand(x - y) == 0
+
+
+class Space:
+    """Symbols with their extents: each symbol s satisfies ``0 <= s < extent[s]``."""
+
+    def __init__(self, extents: Mapping[sympy.Symbol, Expr]) -> None:
+        self.extent: dict[sympy.Symbol, Expr] = dict(extents)
+
+    def upper(self, expr: Expr) -> Expr | None:
+        """An inclusive upper bound of an expression linear in the symbols, or None."""
+        bound = ZERO
+        for term in sympy.Add.make_args(sympy.expand(expr)):
+            mine = [s for s in term.free_symbols if s in self.extent]
+            coefficient = term
+            for s in mine:
+                coefficient = coefficient / s
+            if coefficient.free_symbols & set(self.extent) or term.has(FloorDiv, Mod) and not mine == []:
+                extent = self.extent_of(term)
+                if extent is None:
+                    return None
+                bound += extent - 1
+                continue
+            if coefficient.is_nonnegative is not True:
+                return None
+            bound += coefficient * product([self.extent[s] - 1 for s in mine])
+        return sympy.expand(bound)
+
+    def extent_of(self, expr: Expr) -> Expr | None:
+        """Number of values of an atom: a symbol, ``s // n`` or ``s % n`` (with n dividing the extent of s), or None."""
+        if expr in self.extent:
+            return self.extent[expr]
+        if isinstance(expr, FloorDiv):
+            inner = self.extent_of(expr.args[0])
+            return None if inner is None else exact_quotient(inner, expr.args[1])
+        if isinstance(expr, Mod):
+            inner = self.extent_of(expr.args[0])
+            return None if inner is None or exact_quotient(inner, expr.args[1]) is None else expr.args[1]
+        return None
+
+    def _fits(self, expr: Expr, size: Expr) -> bool:
+        """0 <= expr < size, provably."""
+        if expr == 0:
+            return True
+        top = self.upper(expr)
+        if top is None:
+            return False
+        slack = sympy.expand(size - 1 - top)
+        return slack == 0 or slack.is_nonnegative is True
+
+    def _split(self, expr: Expr, n: Expr) -> tuple[Expr, Expr]:
+        """``expr = n * quotient + rest``, taking to the quotient every term that n divides."""
+        quotient, rest = ZERO, ZERO
+        for term in sympy.Add.make_args(sympy.expand(expr)):
+            part = exact_quotient(term, n)
+            if part is not None:
+                quotient += part
+            else:
+                rest += term
+        return quotient, rest
+
+    def div(self, expr: Expr, n: Expr) -> Expr:
+        """``expr // n`` for non-negative ``expr``."""
+        if n == 1 or expr == 0:
+            return expr
+        quotient, rest = self._split(expr, n)
+        if self._fits(rest, n):
+            return quotient
+        nested = self._through_floordiv(expr, n)
+        return nested if nested is not None else quotient + FloorDiv(rest, n)
+
+    def _through_floordiv(self, expr: Expr, n: Expr) -> Expr | None:
+        return FloorDiv(expr.args[0], expr.args[1] * n) if isinstance(expr, FloorDiv) else None
+
+    def mod(self, expr: Expr, n: Expr) -> Expr:
+        """``expr % n`` for non-negative ``expr``."""
+        if n == 1 or expr == 0:
+            return ZERO
+        _, rest = self._split(expr, n)
+        return rest if self._fits(rest, n) else Mod(rest, n)
+
+
+def exact_quotient(x: Expr, n: Expr) -> Expr | None:
+    """x / n if that is an integer polynomial, else None."""
+    if n == 1:
+        return x
+    if x == n:
+        return ONE
+    if x.is_Integer and n.is_Integer:
+        return x / n if x % n == 0 else None
+    if x.has(FloorDiv, Mod) and not n.is_Integer and not x.is_Mul:
+        return None
+    quotient = sympy.cancel(x / n) if not x.has(FloorDiv, Mod) else x / n
+    numerator, denominator = quotient.as_numer_denom()
+    return sympy.expand(quotient) if denominator == 1 else None
+
+
+def view_index(space: Space, source: Sequence[Expr], target: Sequence[Expr], index: Sequence[Expr]) -> tuple[Expr, ...]:
+    """Index into a tensor of shape ``source`` of element ``index`` of its reshape to ``target`` (row-major order kept)."""
+    result: list[Expr] = []
+    for inner, outer in _groups(source, target):
+        sizes, out_sizes, out_index = source[inner], target[outer], index[outer]
+        flat = ZERO
+        for size, i in zip(out_sizes, out_index):
+            flat = flat * size + i
+        flat = sympy.expand(flat)
+        stride = product(sizes)
+        for position, size in enumerate(sizes):
+            stride = exact_quotient(stride, size) if size != 1 else stride
+            stride = product(sizes[position + 1 :]) if stride is None else stride
+            part = space.div(flat, stride)
+            result.append(ZERO if size == 1 else part if position == 0 else space.mod(part, size))
+    return tuple(result)
+
+
+def _groups(source: Sequence[Expr], target: Sequence[Expr]) -> list[tuple[slice, slice]]:
+    """Smallest runs of dimensions of both shapes with equal products: a reshape acts on each run alone."""
+    groups: list[tuple[slice, slice]] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        start_i, start_j = i, j
+        left = source[i] if i < len(source) else ONE
+        right = target[j] if j < len(target) else ONE
+        i, j = min(i + 1, len(source)), min(j + 1, len(target))
+        while not equal(left, right):
+            grow_left = i < len(source) and (j >= len(target) or exact_quotient(sympy.expand(right), sympy.expand(left)) is not None)
+            if grow_left:
+                left, i = left * source[i], i + 1
+            elif j < len(target):
+                right, j = right * target[j], j + 1
+            elif i < len(source):
+                left, i = left * source[i], i + 1
+            else:
+                break  # products differ only by facts sympy does not know: one group to the end is still right
+        groups.append((slice(start_i, i), slice(start_j, j)))
+    return groups
+
+
+def broadcast_index(shape: Sequence[Expr], index: Sequence[Expr]) -> tuple[Expr, ...]:
+    """Index into an operand of ``shape`` that broadcasts (aligned right) to a result read at ``index``."""
+    tail = index[len(index) - len(shape) :]
+    return tuple(ZERO if size == 1 else i for size, i in zip(shape, tail))

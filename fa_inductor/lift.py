@@ -1,0 +1,261 @@
+"""Lifting: a graph region as a function of one element's index.
+
+``Lifter.element(node, index)`` is the score-program value of ``node[index]``: views only change the index, pointwise ops
+become program operations, index generators (arange, full, tril …) become arithmetic on the index, and the *leaf* node
+becomes ``score``. Anything else that does not depend on the leaf is read from memory (a captured tensor), at the place of the
+graph where least has to be stored; anything else that does depend on it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+from .graph import GraphContext
+from .index import Expr, Space, as_expr, broadcast_index, shape_of
+from .location import location_of
+from .patterns import generators, pointwise, views
+from .program import ProgramBuilder
+from .program.ir import capture_type
+from .refusal import Refusal, Refused, declare
+
+UNSUPPORTED_OP = declare("unsupported_op", "this op on the scores has no meaning inside a fused kernel; move it out of the path from matmul to softmax to matmul")
+DETACHED = declare("detached", "remove the detach (or no_grad) between the two matmuls, or put both of them under it")
+REINDEXED = declare("scores_reindexed", "the scores are read at two different places (transposed, shifted or gathered); a fused kernel sees one score at a time")
+
+Leaf = Callable[["Lifter", fx.Node, tuple[Expr, ...]], "int | None"]
+
+
+def refuse(code: str, text: str, node: fx.Node) -> Refused:
+    return Refused(Refusal(code, text, node.name, location_of(node)))
+
+
+class Lifter:
+    """Builds program values for elements of graph nodes.
+
+    Args:
+        names: sympy symbol -> program index name (b, h, q, k) for the symbols that may appear in indices.
+        leaf: called first on every node that depends on the anchor; returns its program value or None to look inside.
+        carriers: the nodes that depend on the leaf (and must therefore be lifted, not captured).
+    """
+
+    def __init__(self, context: GraphContext, space: Space, names: dict[sympy.Symbol, str], leaf: Leaf, carriers: set[fx.Node], builder: ProgramBuilder) -> None:
+        self.context = context
+        self.space = space
+        self.names = names
+        self.leaf = leaf
+        self.carriers = carriers
+        self.builder = builder
+        self.captured: list[fx.Node] = []
+        self.size_symbols: list[Expr] = []
+        self.touched: set[fx.Node] = set()
+        self._known: dict[tuple[fx.Node, tuple[Expr, ...]], int] = {}
+        self._cuts = Cuts(context)
+        self._capture_numbers: dict[fx.Node, int] = {}
+
+    # -- elements --------------------------------------------------------------------------------------------------------
+    def element(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        key = (node, index)
+        if key not in self._known:
+            self._known[key] = self._element(node, index)
+        return self._known[key]
+
+    def _element(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        if node in self.carriers:
+            return self._carrier(node, index)
+        if isinstance(node.meta.get("val"), (torch.SymInt, int)):
+            return self.size(as_expr(node.meta["val"]))
+        if self._cuts.captured_here(node):
+            return self._capture(node, index)
+        self.touched.add(node)
+        return self._inside(node, index)
+
+    def _carrier(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        self.touched.add(node)
+        value = self.leaf(self, node, index)
+        if value is not None:
+            return value
+        if views.name_of(node) == "detach":
+            raise refuse(DETACHED, "the scores are detached on their way to the output, so eager gets no gradient through them", node)
+        if not liftable(node):
+            raise refuse(UNSUPPORTED_OP, f"{node.target} on the scores cannot be expressed per element", node)
+        return self._inside(node, index)
+
+    def _inside(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        below = views.step(self.space, node, index)
+        if below is not None:
+            return self.element(*below)
+        generated = generators.RULES.get(views.name_of(node))
+        if generated is not None:
+            value = generated(self, node, index)
+            if value is not None:
+                return value
+        rule = pointwise.RULES[views.name_of(node)]
+        value = rule(pointwise.Cell(self.builder, node, lambda x: self.operand(x, index)))
+        if value is None:
+            raise refuse(UNSUPPORTED_OP, f"this form of {node.target} cannot be expressed per element", node)
+        return self._rounded(node, value)
+
+    def _rounded(self, node: fx.Node, value: int) -> int:
+        """Low-precision results keep their rounding, except on the path of the scores, which is computed in fp32."""
+        fmt = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(node.meta["val"].dtype)
+        if fmt is None or node in self.carriers or self.builder.nodes[value].op in ("const", "round"):
+            return value
+        if self.builder.nodes[value].op == "where" and all(self.builder.nodes[a].op == "const" for a in self.builder.nodes[value].args[1:]):
+            return value  # a choice between two literals of that format
+        return self.builder.emit("round", value, value=fmt)
+
+    def operand(self, x: Any, index: tuple[Expr, ...]) -> int:
+        """Argument of a pointwise op read at the element ``index`` of its (broadcast) result."""
+        if isinstance(x, fx.Node):
+            value = x.meta["val"]
+            if isinstance(value, torch.Tensor):
+                return self.element(x, broadcast_index(shape_of(value), index))
+            return self.scalar(x)
+        if isinstance(x, (bool, int, float)):
+            return self.builder.const(x)
+        raise TypeError(f"argument {x!r} is neither a tensor nor a number")
+
+    def scalar(self, node: fx.Node) -> int:
+        """A SymInt as a size expression; a SymFloat as a captured 0-d tensor."""
+        value = node.meta["val"]
+        if isinstance(value, torch.SymInt):
+            return self.size(as_expr(value))
+        if isinstance(value, (bool, int, float)):
+            return self.builder.const(value)
+        return self._capture(node, ())
+
+    # -- leaves ----------------------------------------------------------------------------------------------------------
+    def _capture(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        return self._load(node, [self.size(i) for i in index])
+
+    def _load(self, node: fx.Node, places: list[int]) -> int:
+        return self.builder.load(self.number(node, len(places)), places)
+
+    def number(self, node: fx.Node, rank: int) -> int:
+        """Capture number of ``node``, declared at its first use."""
+        if node not in self._capture_numbers:
+            value = node.meta["val"]
+            dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "float32"
+            if capture_type(dtype) is None:
+                raise refuse(UNSUPPORTED_OP, f"a {dtype} tensor cannot be read inside a kernel", node)
+            self._capture_numbers[node] = self.builder.capture(dtype, rank)
+            self.captured.append(node)
+        return self._capture_numbers[node]
+
+    def gather(self, node: fx.Node, places: list[int]) -> int:
+        """``node`` read from memory at integer program values."""
+        return self._load(node, places)
+
+    def size(self, expr: Expr) -> int:
+        """Integer program value of an index or size expression."""
+        b = self.builder
+        expr = sympy.expand(expr)
+        if expr.is_Integer:
+            return b.const(int(expr))
+        if expr in self.names:
+            return b.index(self.names[expr])
+        if isinstance(expr, sympy.Symbol):
+            if expr not in self.size_symbols:
+                self.size_symbols.append(expr)
+            return b.size(self.size_symbols.index(expr))
+        if isinstance(expr, (FloorDiv, Mod)):
+            return b.emit("floordiv" if isinstance(expr, FloorDiv) else "mod", self.size(expr.args[0]), self.size(expr.args[1]))
+        if expr.is_Add or expr.is_Mul:
+            parts = [self.size(a) for a in sorted(expr.args, key=str)]
+            result = parts[0]
+            for part in parts[1:]:
+                result = b.emit("add" if expr.is_Add else "mul", result, part)
+            return result
+        if expr.is_Pow and expr.args[1].is_Integer and expr.args[1] > 0:
+            base, result = self.size(expr.args[0]), b.const(1)
+            for _ in range(int(expr.args[1])):
+                result = b.emit("mul", result, base)
+            return result
+        raise Refused(Refusal(UNSUPPORTED_OP, f"the index expression {expr} is not integer arithmetic"))
+
+
+def liftable(node: fx.Node) -> bool:
+    """Can the op be expressed per element at all?"""
+    name = views.name_of(node)
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    if name in views.RULES:
+        return views.step(_UNKNOWN, node, tuple(sympy.Symbol(f"i{d}", integer=True, nonnegative=True) for d in range(node.meta["val"].dim()))) is not None
+    return name in pointwise.RULES or generators.accepts(node)
+
+
+_UNKNOWN = Space({})
+
+
+class Cuts:
+    """Where to stop lifting values that do not depend on the scores: at the node where the least has to be in memory."""
+
+    def __init__(self, context: GraphContext) -> None:
+        self.context = context
+        self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}
+
+    def captured_here(self, node: fx.Node) -> bool:
+        return node in self.leaves(node)
+
+    def leaves(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The nodes to capture for ``node``: itself, or those of its inputs when they are no larger together."""
+        if node not in self._leaves:
+            self._leaves[node] = frozenset({node})  # cycles cannot occur; this is the default
+            self._leaves[node] = self._decide(node)
+        return self._leaves[node]
+
+    def _decide(self, node: fx.Node) -> frozenset[fx.Node]:
+        here = frozenset({node})
+        if not self._open(node):
+            return here
+        below = frozenset().union(*(self.leaves(n) for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (torch.SymInt, int))))
+        if any(not self._readable(n) for n in below):
+            return here
+        cost = sum(elements(n) for n in below)
+        return below if views.is_view(node) or cost <= elements(node) else here
+
+    def _open(self, node: fx.Node) -> bool:
+        """May be computed inside the kernel instead of being read."""
+        if not liftable(node) or node.op != "call_function":
+            return False
+        value = node.meta["val"]
+        if not views.is_view(node) and value.dtype in (torch.int8, torch.uint8, torch.int16, torch.float64):
+            return False
+        inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        if any(n.meta["val"].device != value.device and n.meta["val"].dim() > 0 for n in inputs):
+            return False
+        mode = self.context.grad_mode[node]
+        return not any(n in self.context.needs_grad and self.context.grad_mode[n] != mode for n in inputs if n.op not in ("placeholder", "get_attr")) and not (
+            not mode and any(n in self.context.needs_grad for n in inputs)
+        )
+
+    def _readable(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return isinstance(value, (float, torch.SymFloat))
+        return capture_type(str(value.dtype).removeprefix("torch.")) is not None
+
+
+def elements(node: fx.Node) -> int:
+    """Number of elements (by hint where symbolic)."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 1
+    count = 1
+    for size in value.shape:
+        count *= hint(size)
+    return count
+
+
+def hint(size: Any) -> int:
+    """An example value of a size, without a guard."""
+    if isinstance(size, torch.SymInt):
+        known = size.node.hint
+        return 4096 if known is None else int(known)
+    return int(size)

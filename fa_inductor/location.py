@@ -1,0 +1,78 @@
+"""Where a graph node comes from: source line, file and module path, from the metadata that Dynamo leaves on nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.*)$')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_KEYED = re.compile(r"""(?:\._modules)?\[['"]?(?P<key>[^'"\]]+)['"]?\]""")
+_ROOT = re.compile(r"""^[LG]\[['"](?P<name>[^'"]+)['"]\]\.?""")
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    source: str
+
+    @property
+    def internal(self) -> bool:
+        """Part of PyTorch, or code that has no file."""
+        return self.file.startswith((_TORCH, "<"))
+
+
+def _frames(node: fx.Node) -> list[Frame]:
+    """The node's stack, outermost first."""
+    lines = (node.stack_trace or "").splitlines()
+    frames = []
+    for i, line in enumerate(lines):
+        match = _FRAME.match(line)
+        if match:
+            source = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
+            frames.append(Frame(match["file"], int(match["line"]), source))
+    return frames
+
+
+def _user_frame(node: fx.Node) -> Frame | None:
+    frames = _frames(node)
+    own = [frame for frame in frames if not frame.internal]
+    return (own or frames or [None])[-1]
+
+
+def _short(path: str) -> str:
+    """Relative to site-packages or to the current directory where it lies below one; else the path itself."""
+    _, found, below = path.rpartition(f"{os.sep}site-packages{os.sep}")
+    if found:
+        return below
+    here = os.getcwd() + os.sep
+    return path[len(here) :] if path.startswith(here) else path
+
+
+def location_of(node: fx.Node) -> str:
+    """``file.py:123`` of the innermost frame outside PyTorch (model libraries count as the user's code); empty if unknown."""
+    frame = _user_frame(node)
+    return f"{_short(frame.file)}:{frame.line}" if frame else ""
+
+
+def source_line_of(node: fx.Node) -> str:
+    """The text of the line that ``location_of`` names; empty if unknown."""
+    frame = _user_frame(node)
+    return frame.source if frame else ""
+
+
+def module_path_of(node: fx.Node) -> str:
+    """The innermost module, like ``transformer.h.0.attn``; empty at the top level or if unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    root = _ROOT.match(path)
+    if root:
+        path = path[root.end() :] if root["name"] == "self" else f"{root['name']}.{path[root.end() :]}"
+    return _KEYED.sub(lambda m: f".{m['key']}", path).strip(".")

@@ -1,0 +1,106 @@
+"""The op ``fa_inductor::attention`` and its backward: one op for every kernel, with the plan passed by value as text.
+
+    out = dropout(softmax(program(Q K^T)) * post) V,    lse = log sum exp(program(Q K^T))
+
+Both are ``torch.library.triton_op``: AOTAutograd traces through them, so Inductor sees the kernels' own ATen calls and Triton
+launches, not an opaque call (a quarter of an opaque op's host time, and no copies around it).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.library import triton_op
+
+from .kernel_table import kernel_named
+from .request import Forward, Inputs, Needs, Plan
+
+
+@lru_cache(maxsize=1024)
+def plan_from_text(text: str) -> Plan:
+    return Plan.from_text(text)
+
+
+@triton_op("fa_inductor::attention", mutates_args={}, schema="(Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, float dropout_p, Tensor? seed, str plan) -> (Tensor, Tensor, Tensor, Tensor)")
+def attention(q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float, seed: Optional[Tensor], plan: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fused attention.
+
+    Args:
+        q: (B, Hq, Lq, D); k: (B, Hkv, Lk, D); v: (B, Hkv, Lk, Dv): same dtype, any strides, Hq % Hkv == 0.
+        captures, sizes: what the plan's programs read.
+        seed: int64 (2,) for dropout; None when dropout_p is 0.
+        plan: ``Plan.to_text()``.
+    Returns:
+        out (B, Hq, Lq, Dv); lse (B, Hq, Lq) fp32, natural log; two tensors that the kernel's backward wants.
+    """
+    chosen = plan_from_text(plan)
+    with torch.autocast(q.device.type, enabled=False):
+        result = kernel_named(chosen.kernel).forward(chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed))
+    return result.out, result.lse, *result.extra
+
+
+@triton_op(
+    "fa_inductor::attention_backward",
+    mutates_args={},
+    schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, float dropout_p, Tensor? seed, Tensor out, Tensor lse, Tensor extra0, Tensor extra1, bool[] needs, str plan) -> Tensor[]",
+)
+def attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float, seed: Optional[Tensor],
+    out: Tensor, lse: Tensor, extra0: Tensor, extra1: Tensor, needs: list[bool], plan: str,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients that ``needs`` (q, k, v, captures…) asks for, in that order."""
+    chosen = plan_from_text(plan)
+    wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[3:]))
+    with torch.autocast(q.device.type, enabled=False):
+        grads = kernel_named(chosen.kernel).backward(
+            chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed), Forward(out, lse, (extra0, extra1)), grad_out, wanted
+        )
+    found = [grads.q, grads.k, grads.v, *grads.captures]
+    missing = [i for i, (g, n) in enumerate(zip(found, needs)) if n and g is None]
+    assert not missing, f"{chosen.kernel} returned no gradient for inputs {missing}"
+    return [g for g, n in zip(found, needs) if n and g is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, captures, sizes, dropout_p, seed, plan = inputs
+    out, lse, extra0, extra1 = output
+    ctx.mark_non_differentiable(lse, extra0, extra1)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *captures, out, lse, extra0, extra1, seed)
+    ctx.n_captures, ctx.sizes, ctx.dropout_p, ctx.plan = len(captures), list(sizes), dropout_p, plan
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, *unused: Tensor | None) -> tuple[Any, ...]:
+    n = ctx.n_captures
+    saved = ctx.saved_tensors
+    q, k, v, captures = saved[0], saved[1], saved[2], list(saved[3 : 3 + n])
+    out, lse, extra0, extra1, seed = saved[3 + n :]
+    wanted = ctx.needs_input_grad
+    per_capture = list(wanted[3]) if isinstance(wanted[3], (list, tuple)) else [False] * n
+    needs = [bool(w) for w in (*wanted[:3], *per_capture)]
+    found: list[Tensor | None] = [None] * (3 + n)
+    if grad_out is not None and any(needs):
+        given = iter(torch.ops.fa_inductor.attention_backward(grad_out, q, k, v, captures, ctx.sizes, ctx.dropout_p, seed, out, lse, extra0, extra1, needs, ctx.plan))
+        found = [next(given) if wanted_one else None for wanted_one in needs]
+    return found[0], found[1], found[2], found[3:], [None] * len(ctx.sizes), None, None, None
+
+
+def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    raise RuntimeError("fa_inductor: fused attention has no second derivative; compile this model with backend='inductor', or with options={'disable': True}")
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)
+attention_backward.register_autograd(_no_double_backward)
+
+_FUSED_ATEN = ("_scaled_dot_product_",)
+
+
+def is_fused_call(node: torch.fx.Node) -> bool:
+    """Is ``node`` of a final graph the main call of one fused attention (forward or backward)?"""
+    if node.op != "call_function":
+        return False
+    name = str(node.target)
+    return "fa_inductor.attention" in name or "fa_inductor.tiled_" in name or any(word in name for word in _FUSED_ATEN)

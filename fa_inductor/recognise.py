@@ -1,0 +1,53 @@
+"""Recognising: score program -> ProgramFacts, by the rules in ``patterns/mask.py`` and ``patterns/score.py``."""
+
+from __future__ import annotations
+
+import sympy
+
+from .facts import Affine, MaskFacts, ProgramFacts
+from .index import Expr
+from .patterns.mask import mask_facts, peel
+from .patterns.score import Core, core_of, looks_like_alibi
+from .program import ScoreProgram, dependencies
+from .site import AttentionSite
+
+
+def recognise(program: ScoreProgram, lq: Expr, lk: Expr, sizes: tuple[Expr, ...]) -> ProgramFacts:
+    """Facts of a program; ``lq``, ``lk`` and ``sizes`` are the (possibly symbolic) lengths and size arguments."""
+
+    def value(a: Affine) -> Expr:
+        return a.constant + sum((c * sizes[p] for p, c in a.terms), sympy.Integer(0))
+
+    def at_least(a: Affine, constant: int) -> bool:
+        return bool((sympy.expand(value(a) - constant)).is_nonnegative)
+
+    def square_at_least(a: Affine) -> bool:
+        return bool(sympy.expand(lk - lq - value(a)).is_nonnegative)
+
+    peeled = peel(program)
+    mask = mask_facts(program, peeled, at_least, square_at_least)
+    core = core_of(program, peeled.core)
+    plain = core.scale is not None and not core.bias
+    bias = core.bias[0] if len(core.bias) == 1 else None
+    return ProgramFacts(mask, core.scale if plain or bias is not None else None, bias, core.softcap, plain and mask is None, _labels(program, mask, core))
+
+
+def recognise_site(site: AttentionSite) -> ProgramFacts:
+    return recognise(site.program, site.axes.q, site.axes.k, site.size_symbols)
+
+
+def _labels(program: ScoreProgram, mask: MaskFacts | None, core: Core) -> tuple[str, ...]:
+    words: list[str] = []
+    if mask is not None:
+        kinds = {t.kind for t in mask.terms}
+        words += [w for kind, w in (("upper", "causal"), ("lower", "window"), ("key", "key padding")) if kind in kinds]
+        if not mask.only_these_terms:
+            words.append("mask")
+    if core.softcap is not None:
+        words.append(f"soft-cap {core.softcap:g}")
+    for bias in core.bias:
+        depends = dependencies(program.nodes)[bias]
+        words.append("ALiBi" if looks_like_alibi(program, bias) else "bias" if "load" in depends else "position bias")
+    if core.scale is None and core.softcap is None:
+        words.append("score function")
+    return tuple(words) or ("plain",)

@@ -1,0 +1,207 @@
+"""Rewriting: the only code that edits a graph. A site's region becomes one call of ``fa_inductor::attention``."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .graph import GraphContext
+from .index import ONE, Expr
+from .patterns.views import name_of
+from .request import Plan, TensorSpec
+from .site import Atom, AttentionSite, View4
+
+aten = torch.ops.aten
+_CANONICAL = {"q": ("b", "h", "q", "d"), "k": ("b", "h", "k", "d"), "v": ("b", "h", "k", "d"), "out": ("b", "h", "q", "d")}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The operand nodes of a site, emitted before its output node; not yet used by anything."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    captures: tuple[fx.Node, ...]
+    sizes: tuple[Any, ...]
+
+    def specs(self, context: GraphContext) -> tuple[TensorSpec, ...]:
+        """Metadata of q, k, v and the captures."""
+        return tuple(_spec(n, n in context.needs_grad) for n in (self.q, self.k, self.v, *self.captures))
+
+
+def _spec(node: fx.Node, requires_grad: bool) -> TensorSpec:
+    value: Tensor = node.meta["val"]
+    return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype, requires_grad and value.dtype.is_floating_point)
+
+
+class Emitter:
+    """Adds ATen calls before one node, with fake values and the stack trace of that node."""
+
+    def __init__(self, context: GraphContext, before: fx.Node) -> None:
+        self.context, self.before = context, before
+        self.added: list[fx.Node] = []
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.context.graph.inserting_before(self.before):
+            node = self.context.graph.call_function(target, args, kwargs)
+        node.meta = {k: v for k, v in self.before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+        value = lambda x: x.meta["val"] if isinstance(x, fx.Node) else [value(y) for y in x] if isinstance(x, (list, tuple)) else x
+        with _fake_mode_of(node):
+            node.meta["val"] = target(*(value(a) for a in args), **{k: value(a) for k, a in kwargs.items()})
+        if any(n in self.context.needs_grad for n in node.all_input_nodes):
+            self.context.needs_grad.add(node)
+        self.added.append(node)
+        return node
+
+    def size(self, expr: Expr) -> Any:
+        return self.context.size_node(expr, self.before)
+
+    # -- operands ----------------------------------------------------------------------------------------------------------
+    def canonical(self, view: View4, which: str, extents: dict[str, Expr], dtype: torch.dtype) -> fx.Node:
+        """The operand as a (B, H, L, D) tensor of ``dtype``."""
+        node = view.node
+        atoms = [a for dimension in view.dimensions for a in dimension]
+        if any(len(d) != 1 for d in view.dimensions):
+            node = self.call(aten.reshape.default, node, [self.size(a.extent) for a in atoms])
+        names = _CANONICAL[which]
+        order = sorted(range(len(atoms)), key=lambda i: (names.index(atoms[i].axis), _speed(atoms, i)))
+        if order != list(range(len(atoms))):
+            node = self.call(aten.permute.default, node, order)
+        counts = [sum(a.axis == n for a in atoms) for n in names]
+        if any(c > 1 for c in counts):
+            node = self.call(aten.reshape.default, node, [self.size(_axis_extent(atoms, n)) for n, c in zip(names, counts) if c])
+        for position, count in enumerate(counts):
+            if count == 0:
+                node = self.call(aten.unsqueeze.default, node, position)
+        node = self._expanded(node, names, extents, atoms)
+        return node if node.meta["val"].dtype == dtype else self.call(aten.to.dtype, node, dtype)
+
+    def _expanded(self, node: fx.Node, names: tuple[str, ...], extents: dict[str, Expr], atoms: list[Atom]) -> fx.Node:
+        """Broadcast axes that the operand lacks (stride 0); the key heads stay as few as they are."""
+        missing = [n for n in names if not any(a.axis == n for a in atoms) and extents[n] != 1]
+        if not missing:
+            return node
+        return self.call(aten.expand.default, node, [self.size(extents[n]) if n in missing else -1 for n in names])
+
+    def original(self, node: fx.Node, view: View4, extents: dict[str, Expr], dtype: torch.dtype) -> fx.Node:
+        """The canonical output as the tensor that the replaced node was."""
+        names = _CANONICAL["out"]
+        atoms = [a for dimension in view.dimensions for a in dimension]
+        canonical = sorted(range(len(atoms)), key=lambda i: (names.index(atoms[i].axis), _speed(atoms, i)))
+        if [sum(a.axis == n for a in atoms) for n in names] != [1, 1, 1, 1]:
+            node = self.call(aten.reshape.default, node, [self.size(atoms[i].extent) for i in canonical])
+        back = [canonical.index(i) for i in range(len(atoms))]
+        if back != list(range(len(atoms))):
+            node = self.call(aten.permute.default, node, back)
+        if any(len(d) != 1 for d in view.dimensions):
+            node = self.call(aten.reshape.default, node, [self.size(_product(d)) for d in view.dimensions])
+        return node if node.meta["val"].dtype == dtype else self.call(aten.to.dtype, node, dtype)
+
+    def capture(self, node: fx.Node, device: torch.device) -> fx.Node:
+        """A captured node as a tensor: a symbolic float becomes a 0-d tensor."""
+        if isinstance(node.meta["val"], Tensor):
+            return node
+        return self.call(aten.scalar_tensor.default, node, dtype=torch.float32, device=device)
+
+
+def _fake_mode_of(node: fx.Node) -> Any:
+    """The mode of the inputs' own fake tensors (the tracing context's is another one)."""
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
+
+
+def _speed(atoms: list[Atom], i: int) -> int:
+    """Atoms of one axis keep slow-to-fast order: a remainder is faster than a quotient of it."""
+    text = atoms[i].expr
+    name = type(text).__name__
+    return 0 if name == "FloorDiv" else 1 if name == "Mod" and type(text.args[0]).__name__ == "FloorDiv" else 2
+
+
+def _axis_extent(atoms: list[Atom], axis: str) -> Expr:
+    return _product([a for a in atoms if a.axis == axis])
+
+
+def _product(atoms: Any) -> Expr:
+    result: Expr = ONE
+    for a in atoms:
+        result = result * a.extent
+    return sympy.expand(result)
+
+
+def place(context: GraphContext, site: AttentionSite) -> tuple[Emitter, Placed]:
+    """Emit the canonical operands of ``site`` before its output node."""
+    emitter = Emitter(context, site.output.node)
+    ax = site.axes
+    assert isinstance(site.dtype, torch.dtype)
+    q = emitter.canonical(site.q, "q", {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.d}, site.dtype)
+    k = emitter.canonical(site.k, "k", {"b": ax.b, "h": ax.hkv, "k": ax.k, "d": ax.d}, site.dtype)
+    v = emitter.canonical(site.v, "v", {"b": ax.b, "h": ax.hkv, "k": ax.k, "d": ax.dv}, site.dtype)
+    captures = tuple(emitter.capture(n, q.meta["val"].device) for n in site.captures)
+    return emitter, Placed(q, k, v, captures, tuple(emitter.size(s) for s in site.size_symbols))
+
+
+def discard(emitter: Emitter) -> None:
+    """Take back what ``place`` emitted (no kernel took the site)."""
+    for node in reversed(emitter.added):
+        emitter.context.graph.erase_node(node)
+
+
+def replace(context: GraphContext, site: AttentionSite, emitter: Emitter, placed: Placed, plan: Plan) -> fx.Node:
+    """Put the fused call in the place of the site's output and drop what is dead; returns the call."""
+    graph, old = context.graph, site.output.node
+    seed = None
+    if site.dropout_p:
+        device = placed.q.meta["val"].device
+        seed = emitter.call(aten.randint.low, -(2**62), 2**62, [2], dtype=torch.int64, device=device)
+    call = _attention_call(emitter, site, placed, seed, plan)
+    with graph.inserting_before(old):
+        out = graph.call_function(operator.getitem, (call, 0))
+    out.meta = {**call.meta, "val": call.meta["val"][0]}
+    if call in context.needs_grad:
+        context.needs_grad.add(out)
+    ax = site.axes
+    result = emitter.original(out, site.output, {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.dv}, old.meta["val"].dtype)
+    assert result.meta["val"].shape == old.meta["val"].shape, f"rewritten output has shape {result.meta['val'].shape}, not {old.meta['val'].shape}"
+    old.replace_all_uses_with(result)
+    _erase_dead(context, old, site.region)
+    return call
+
+
+def _attention_call(emitter: Emitter, site: AttentionSite, placed: Placed, seed: fx.Node | None, plan: Plan) -> fx.Node:
+    """The op call; its fake value is made from shapes alone, without running the kernel's own code."""
+    graph, before = emitter.context.graph, emitter.before
+    args = (placed.q, placed.k, placed.v, list(placed.captures), list(placed.sizes), site.dropout_p, seed, plan.to_text())
+    with graph.inserting_before(before):
+        call = graph.call_function(torch.ops.fa_inductor.attention.default, args)
+    q, v = placed.q.meta["val"], placed.v.meta["val"]
+    with _fake_mode_of(call):
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        empty = q.new_empty(0)
+    call.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack")}
+    call.meta["val"] = (out, lse, empty, empty)
+    if any(n in emitter.context.needs_grad for n in call.all_input_nodes):
+        emitter.context.needs_grad.add(call)
+    return call
+
+
+def _erase_dead(context: GraphContext, root: fx.Node, region: frozenset[fx.Node]) -> None:
+    """Erase ``root`` and what only it used. A dropout of the region is erased too: its random numbers have no other reader."""
+    queue = [root]
+    while queue:
+        node = queue.pop()
+        if node.users or node.op in ("placeholder", "output") or node._erased:
+            continue
+        if node is not root and node.is_impure() and not (node in region and name_of(node) == "dropout"):
+            continue
+        inputs = node.all_input_nodes
+        context.graph.erase_node(node)
+        queue += inputs

@@ -1,0 +1,69 @@
+"""An attention site: what lifting proves about one softmax between two contractions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from .index import Expr
+from .patterns.softmax import Softmax
+from .program import ScoreProgram
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Extents of the canonical dimensions."""
+
+    b: Expr
+    hq: Expr
+    hkv: Expr
+    q: Expr
+    k: Expr
+    d: Expr
+    dv: Expr
+
+
+@dataclass(frozen=True)
+class Atom:
+    """One factor of a tensor dimension: canonical dimension (b, h, q, k, d), its expression and its extent.
+
+    Atoms of one canonical dimension are ordered from the slowest varying; ``dimension`` is the tensor's dimension it is in.
+    """
+
+    axis: Literal["b", "h", "q", "k", "d"]
+    expr: Expr
+    extent: Expr
+
+
+@dataclass(frozen=True)
+class View4:
+    """A tensor that is a reshape/permute of a canonical 4-D operand: for each dimension its atoms, slowest first."""
+
+    node: fx.Node
+    dimensions: tuple[tuple[Atom, ...], ...]
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """``output = dropout(softmax(program(Q K^T)) * post) V``; Q, K, V and the output in canonical (B, H, L, D) form.
+
+    ``dtype`` is that of the fused call: what both products compute in. ``region`` holds the nodes the fused call replaces.
+    """
+
+    anchor: Softmax
+    output: View4
+    q: View4
+    k: View4
+    v: View4
+    axes: Axes
+    program: ScoreProgram
+    post: ScoreProgram | None
+    captures: tuple[fx.Node, ...]
+    size_symbols: tuple[Expr, ...]
+    dropout_p: float
+    dtype: object
+    region: frozenset[fx.Node]
+    escapes: bool
+    """The probabilities are used elsewhere too: the original nodes stay for those users."""

@@ -1,0 +1,70 @@
+"""Attention over tiles in plain ATen: any score program, any device, memory linear in the lengths (see ``attention``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fa_inductor.kernel_support import output_layout, source_hash
+from fa_inductor.refusal import Refusal, declare
+from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Needs, Plan
+
+from .ops import tiled_backward, tiled_forward
+
+DTYPE = declare("tiled_dtype", "The tiled kernel computes in fp32 and takes float32, bfloat16 and float16 inputs.")
+Q_TILE, K_TILE, ELEMENTS = 128, 512, 1 << 19
+
+
+class TiledKernel:
+    """Serves every program; chosen where no fused kernel can."""
+
+    name = "tiled"
+
+    def why_not(self, request: AttentionRequest) -> list[Refusal]:
+        dtype = request.q.dtype
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return [Refusal(DTYPE, f"q, k and v are {str(dtype).removeprefix('torch.')}")]
+        return []
+
+    def plan(self, request: AttentionRequest) -> Plan:
+        return Plan(
+            kernel=self.name,
+            program=request.program,
+            facts=request.facts,
+            post=request.post,
+            config=(("elements", ELEMENTS), ("k_tile", K_TILE), ("layout", output_layout(request.q)), ("q_tile", Q_TILE)),
+            tf32=request.tf32,
+            deterministic=request.deterministic,
+            masked_rows=request.masked_rows,
+            source_hash=source_hash(str(Path(__file__).parent)),
+            reason=f"takes any score program in linear memory; {Q_TILE} x {K_TILE} tiles",
+        )
+
+    def forward(self, plan: Plan, inputs: Inputs) -> Forward:
+        out, lse, low = tiled_forward(inputs.q, inputs.k, inputs.v, list(inputs.captures), list(inputs.sizes), inputs.dropout_p, inputs.seed, plan.to_text())
+        return Forward(out, lse, (low, lse.new_empty(0)))
+
+    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients:
+        flags = [needs.q, needs.k, needs.v, *needs.captures]
+        found = tiled_backward(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            list(inputs.captures),
+            list(inputs.sizes),
+            inputs.dropout_p,
+            inputs.seed,
+            result.out,
+            result.lse,
+            result.extra[0],
+            grad_out,
+            flags,
+            plan.to_text(),
+        )
+        q, k, v, *captures = (t if need else None for t, need in zip(found, flags, strict=True))
+        return Gradients(q, k, v, tuple(captures))
+
+
+KERNEL = TiledKernel()

@@ -1,0 +1,144 @@
+"""Launches of the backward kernels, and the sums that turn their partial results into gradients of captured tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_inductor.request import Forward, Gradients, Inputs, Needs, Plan, Size
+
+from .codegen import columns_kernel, delta_kernel, dense_kernel, rows_kernel, traits_of
+from .launch import common_arguments, empty_like_order, launch, tensor_arguments, tiles
+from .template_backward import Wanted
+from .traits import LoadGradient, Traits
+
+_PROGRAMS = 1024  # dense gradients: programs that keep a large GPU busy
+
+
+def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients:
+    traits = traits_of(plan)
+    wanted = tuple(i for i, n in enumerate(needs.captures) if n)
+    _, gradients = traits.backward_flavour(True, wanted)
+    dense = [g for g in gradients if {"q", "k"} <= set(g.letters)]
+    by_key = tuple(g for g in gradients if "k" in g.letters and "q" not in g.letters)
+    by_row = tuple(g for g in gradients if "k" not in g.letters)
+    shared = _shared(traits, inputs, result, grad_out)
+    sums: list[tuple[LoadGradient, Tensor]] = []
+    dq = _rows(plan, inputs, shared, needs.q, by_row, sums)
+    dk, dv = _columns(plan, inputs, shared, needs, by_key, sums)
+    for gradient in dense:
+        sums.append((gradient, _dense(plan, inputs, shared, gradient)))
+    captures = tuple(_gather(inputs, c, [s for s in sums if s[0].capture == c]) if c in wanted else None for c in range(len(needs.captures)))
+    return Gradients(dq, dk, dv, captures)
+
+
+def _shared(traits: Traits, inputs: Inputs, result: Forward, grad_out: Tensor) -> dict[str, Any]:
+    """Arguments of every gradient kernel; runs the kernel that computes delta."""
+    q, out = inputs.q, result.out
+    batch, heads, length, _ = q.shape
+    delta = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
+    extra: dict[str, Any] = {}
+    if traits.flag_below is not None:
+        extra["FLAG"] = torch.zeros((batch * heads,), dtype=torch.int32, device=q.device)
+    arguments = tensor_arguments({"O": out, "DO": grad_out}) | {"DELTA": delta, "H": heads, "Lq": length}
+    if extra:
+        arguments |= {"LSE": result.lse, **extra}
+    launch(delta_kernel(traits.plan), tiles(length, 64) * batch * heads, arguments, BLOCK_M=64, num_warps=4, num_stages=1)
+    if traits.split_lse:
+        extra["LSE_LOW"] = result.extra[0]
+    tensors = tensor_arguments({"Q": q, "K": inputs.k, "V": inputs.v, "DO": grad_out})
+    return tensors | {"LSE": result.lse, "DELTA": delta} | extra | common_arguments(traits, inputs)
+
+
+def _rows(plan: Plan, inputs: Inputs, shared: dict[str, Any], need: bool, partials: tuple[LoadGradient, ...], sums: list[tuple[LoadGradient, Tensor]]) -> Tensor | None:
+    if not need and not partials:
+        return None
+    q = inputs.q
+    batch, heads, length, _ = q.shape
+    dq = empty_like_order(q, q.shape) if need else None
+    want = Wanted(frozenset("q" if need else ""), tuple(sorted({g.capture for g in partials})))
+    arguments = dict(shared)
+    if dq is not None:
+        arguments |= tensor_arguments({"DQ": dq})
+    for i, gradient in enumerate(partials):
+        arguments[f"G{i}"] = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
+        sums.append((gradient, arguments[f"G{i}"][..., None]))
+    size = int(plan.get("rows_m"))
+    launch(rows_kernel(plan, want, partials), tiles(length, size) * batch * heads, arguments, **_options(plan, "rows"))
+    return dq
+
+
+def _columns(
+    plan: Plan, inputs: Inputs, shared: dict[str, Any], needs: Needs, partials: tuple[LoadGradient, ...], sums: list[tuple[LoadGradient, Tensor]]
+) -> tuple[Tensor | None, Tensor | None]:
+    if not (needs.k or needs.v or partials):
+        return None, None
+    k, v = inputs.k, inputs.v
+    batch, kv_heads, length, _ = k.shape
+    dk = empty_like_order(k, k.shape) if needs.k else None
+    dv = empty_like_order(v, v.shape) if needs.v else None
+    want = Wanted(frozenset(("k" if needs.k else "") + ("v" if needs.v else "")), tuple(sorted({g.capture for g in partials})))
+    arguments = shared | tensor_arguments({name: t for name, t in (("DK", dk), ("DV", dv)) if t is not None})
+    for i, gradient in enumerate(partials):
+        arguments[f"G{i}"] = torch.empty((batch, inputs.q.shape[1], length), dtype=torch.float32, device=k.device)
+        sums.append((gradient, arguments[f"G{i}"][:, :, None]))
+    size = int(plan.get("columns_n"))
+    launch(columns_kernel(plan, want, partials), tiles(length, size) * batch * kv_heads, arguments, **_options(plan, "columns"))
+    return dk, dv
+
+
+def _options(plan: Plan, kernel: str) -> dict[str, Any]:
+    names = {"BLOCK_M": "m", "BLOCK_N": "n", "num_warps": "warps", "num_stages": "stages"}
+    return {option: plan.get(f"{kernel}_{name}") for option, name in names.items()}
+
+
+def _dense(plan: Plan, inputs: Inputs, shared: dict[str, Any], gradient: LoadGradient) -> Tensor:
+    """Gradient indexed by q and k, as (B or 1, H or 1, Lq, Lk)."""
+    batch, heads, length, _ = inputs.q.shape
+    keys = inputs.k.shape[2]
+    letters = gradient.letters
+    batches, kept_heads = batch if "b" in letters else 1, heads if "h" in letters else 1
+    options = _options(plan, "dense")
+    grid = tiles(length, options["BLOCK_M"]) * tiles(keys, options["BLOCK_N"]) * batches * kept_heads
+    whole = "b" in letters and "h" in letters
+    chunks = 1 if whole else _chunks(grid, (1 if "b" in letters else batch) * (1 if "h" in letters else heads))
+    dtype = inputs.captures[gradient.capture].dtype if whole else torch.float32
+    out = torch.empty((chunks, batches, kept_heads, length, keys), dtype=dtype, device=inputs.q.device)
+    launch(dense_kernel(plan, gradient), grid * chunks, shared | {"G0": out, "B": batch, "CHUNKS": chunks}, **options)
+    return out[0] if whole else out.sum(0)
+
+
+def _chunks(programs: Size, members: Size) -> Size:
+    """Parts that the sum over ``members`` is split into, so that about ``_PROGRAMS`` run; may be symbolic."""
+    wanted = torch.sym_max(1, _PROGRAMS // programs)
+    return torch.sym_min(wanted, members)
+
+
+def _gather(inputs: Inputs, capture: int, sums: list[tuple[LoadGradient, Tensor]]) -> Tensor:
+    """Add up what each load of a captured tensor contributes, in the tensor's own shape and dtype."""
+    tensor = inputs.captures[capture]
+    total = None
+    for gradient, partial in sums:
+        missing = [d for d, letter in enumerate("bhqk") if letter not in gradient.letters]
+        reduced = partial.sum(missing) if missing else partial
+        placed = _place(tensor, gradient, reduced)
+        total = placed if total is None else total + placed
+    return torch.zeros_like(tensor) if total is None else total.to(tensor.dtype)
+
+
+def _place(tensor: Tensor, gradient: LoadGradient, value: Tensor) -> Tensor:
+    """Permute (b, h, q, k) order into the tensor's, at the constant indices that the load uses."""
+    letters = [a for a in gradient.axes if isinstance(a, str)]
+    value = value.permute([gradient.letters.index(a) for a in letters])
+    if len(letters) == len(gradient.axes):
+        return value
+    out = torch.zeros(tensor.shape, dtype=value.dtype, device=value.device)
+    window = out
+    for d in range(len(gradient.axes) - 1, -1, -1):
+        axis = gradient.axes[d]
+        if isinstance(axis, int):
+            window = window.select(d, axis)
+    window.copy_(value)
+    return out

@@ -1,0 +1,33 @@
+"""Launch of the forward kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from fa_inductor.request import Forward, Inputs, Plan
+
+from .codegen import forward_kernel, traits_of
+from .launch import common_arguments, empty_like_order, launch, tensor_arguments, tiles
+
+
+def forward(plan: Plan, inputs: Inputs) -> Forward:
+    traits = traits_of(plan)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    batch, heads, length, _ = q.shape
+    out = empty_like_order(q, (batch, heads, length, v.shape[3]))
+    lse = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
+    low = torch.empty((batch, heads, length) if traits.split_lse else (0,), dtype=torch.float32, device=q.device)
+    arguments = tensor_arguments({"Q": q, "K": k, "V": v, "O": out}) | {"LSE": lse}
+    if traits.split_lse:
+        arguments["LSE_LOW"] = low
+    size = int(plan.get("fwd_m"))
+    launch(
+        forward_kernel(plan),
+        tiles(length, size) * batch * heads,
+        arguments | common_arguments(traits, inputs),
+        BLOCK_M=size,
+        BLOCK_N=plan.get("fwd_n"),
+        num_warps=plan.get("fwd_warps"),
+        num_stages=plan.get("fwd_stages"),
+    )
+    return Forward(out, lse, (low, torch.empty((0,), dtype=torch.float32, device=q.device)))

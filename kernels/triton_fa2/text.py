@@ -1,0 +1,205 @@
+"""Assembling Triton source: indentation, parameter lists, and the pieces that several kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .render import Renderer
+from .traits import Traits
+
+TENSORS = {"Q": 4, "K": 4, "V": 4, "O": 4, "DO": 4, "DQ": 4, "DK": 4, "DV": 4}
+"""Tensors of rank 4 and arbitrary strides; every other tensor of a kernel is contiguous."""
+
+
+def indent(lines: Iterable[str], levels: int = 1) -> list[str]:
+    return ["    " * levels + line if line else "" for line in lines]
+
+
+def strided(names: Sequence[str]) -> list[str]:
+    """Parameters of rank-4 tensors: the pointer, then its strides."""
+    return [p for name in names for p in (name, *(f"{name}_s{d}" for d in range(TENSORS[name])))]
+
+
+
+
+def indirect(traits: Traits) -> frozenset[int]:
+    """Captures with an index that may be negative: their lengths are parameters too."""
+    found = set()
+    for program in (traits.plan.program, traits.plan.post):
+        for node in program.nodes if program else ():
+            if node.op == "load" and any(not _plainly_positive(program.nodes[a].op, program.nodes[a].value) for a in node.args):
+                found.add(int(node.value))  # type: ignore[arg-type]
+    return frozenset(found)
+
+
+def _plainly_positive(op: str, value: object) -> bool:
+    return op == "index" or (op == "const" and isinstance(value, int) and value >= 0)
+
+
+def capture_parameters(traits: Traits) -> list[str]:
+    out = []
+    for c in traits.captures:
+        rank = traits.plan.program.captures[c].rank
+        out += [f"C{c}", *(f"C{c}_s{d}" for d in range(rank))]
+        if c in indirect(traits):
+            out += [f"C{c}_n{d}" for d in range(rank)]
+    return out
+
+
+def unspecialized(traits: Traits) -> list[str]:
+    """Lengths and sizes: one compiled kernel serves every value."""
+    return ["Lq", "Lk", *(f"Z{i}" for i in traits.sizes), *(f"C{c}_n{d}" for c in sorted(indirect(traits)) for d in range(traits.plan.program.captures[c].rank))]
+
+
+def kernel(name: str, parameters: Sequence[str], constants: Sequence[str], fixed: Sequence[str], body: Sequence[str]) -> str:
+    """A complete kernel definition; ``fixed`` parameters are not specialised on their values."""
+    quoted = ", ".join(f'"{p}"' for p in fixed)
+    lines = [f"@triton.jit(do_not_specialize=[{quoted}])" if fixed else "@triton.jit", f"def {name}("]
+    lines += indent(_wrap([*parameters, *(f"{c}: tl.constexpr" for c in constants)]))
+    return "\n".join([*lines, "):", *indent(body)]) + "\n"
+
+
+def _wrap(words: Sequence[str], width: int = 120) -> list[str]:
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] += f"{word}, "
+    return [line.rstrip() for line in lines]
+
+
+def head_indices(tiles: str, tile: str, heads: str, reverse: bool) -> list[str]:
+    """Program id -> (tile, b, h); ``reverse`` starts with the last tile, which has the most work under a causal mask."""
+    own = f"pid % {tiles}"
+    return [
+        "pid = tl.program_id(0)",
+        f"{tile} = {tiles} - 1 - {own}" if reverse else f"{tile} = {own}",
+        f"bh = pid // {tiles}",
+        f"b = bh // {heads}",
+        f"h = bh % {heads}",
+    ]
+
+
+def base(pointer: str, tensor: str, batch: str, head: str) -> str:
+    return f"{pointer} = {tensor} + {batch}.to(tl.int64) * {tensor}_s0 + {head}.to(tl.int64) * {tensor}_s1"
+
+
+def tile_pointer(pointer: str, tensor: str, rows: str, columns: str) -> str:
+    """Pointers to [rows, columns] of a (b, h) slice; rows may be past 2**31 elements away."""
+    return f"{pointer} + {rows}.to(tl.int64)[:, None] * {tensor}_s2 + {columns}[None, :] * {tensor}_s3"
+
+
+def offsets(name: str, tensor: str, rows: str, columns: str) -> str:
+    """Offsets of a tile from its first row, constant through a loop."""
+    return f"{name} = {rows}.to(tl.int64)[:, None] * {tensor}_s2 + {columns}[None, :] * {tensor}_s3"
+
+
+def masked(pointer: str, *conditions: str | None) -> str:
+    """A load that gives 0 where a condition fails."""
+    present = [c for c in conditions if c]
+    return f"tl.load({pointer}, mask={' & '.join(present)}, other=0.0)" if present else f"tl.load({pointer})"
+
+
+def padded(traits: Traits) -> tuple[str | None, str | None]:
+    """Conditions on the head dimension where it is padded to a power of two: for D and for Dv."""
+    conditions = []
+    for name, local in (("d", "d_local"), ("dv", "dv_local")):
+        size = int(traits.plan.get(name))
+        conditions.append(None if size == block(size) else f"({local} < {size})[None, :]")
+    return conditions[0], conditions[1]
+
+
+def block(size: int) -> int:
+    """Head dimension as a tile: a power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def tile_range(rows: bool, traits: Traits, predicate: Sequence[str] = ()) -> list[str]:
+    """Bounds ``t_lo <= f_lo <= f_hi <= t_hi`` of the loop's tiles: outside [t_lo, t_hi) all is hidden, [f_lo, f_hi) is interior.
+
+    Args:
+        rows: the program owns query rows [m0, m_end) and loops over keys; otherwise keys [n0, n_end) over queries.
+        predicate: statements that narrow ``lo hi full_lo full_hi`` further (the scan of padding conditions).
+    """
+    upper, lower = traits.bound("upper"), traits.bound("lower")
+    length, size, tiles = ("Lk", "BLOCK_N", "tiles_n") if rows else ("Lq", "BLOCK_M", "tiles_m")
+    lines = ["lo = Lk * 0", f"hi = {length}", "full_lo = Lk * 0", f"full_hi = {length}"]
+    if rows:
+        if upper:
+            lines += [f"hi = tl.minimum(hi, m_end + {upper})", f"full_hi = tl.minimum(full_hi, m0 + {upper} + 1)"]
+        if lower:
+            lines += [f"lo = tl.maximum(lo, m0 + {lower})", f"full_lo = tl.maximum(full_lo, m_end - 1 + {lower})"]
+    else:
+        if upper:
+            lines += [f"lo = tl.maximum(lo, n0 - {upper})", f"full_lo = tl.maximum(full_lo, n_end - 1 - {upper})"]
+        if lower:
+            lines += [f"hi = tl.minimum(hi, n_end - {lower})", f"full_hi = tl.minimum(full_hi, n0 - {lower} + 1)"]
+    return [
+        *lines,
+        *predicate,
+        f"t_lo = tl.minimum(lo // {size}, {tiles})",
+        f"t_hi = tl.maximum((tl.maximum(hi, 0) + {size} - 1) // {size}, t_lo)",
+        f"f_lo = tl.minimum((full_lo + {size} - 1) // {size}, t_hi)",
+        "f_lo = tl.maximum(f_lo, t_lo)",
+        f"f_hi = tl.minimum(tl.maximum(full_hi, 0) // {size}, t_hi)",
+        "f_hi = tl.maximum(f_hi, f_lo)",
+    ]
+
+
+def key_scan(traits: Traits) -> list[str]:
+    """Narrow the key range to the first and last key that the padding conditions let through (one pass over their tensor)."""
+    if not traits.key_terms:
+        return []
+    renderer = Renderer(traits.plan.program, {"b": "b", "h": "h", "k": "scan_k"}, ("k",), "s")
+    visible = " & ".join(renderer.value(t) for t in traits.key_terms)
+    return [
+        *renderer.hoisted,
+        "first = Lk",
+        "last = Lk * 0",
+        "seen = Lk * 0",
+        "for scan in tl.range(lo // 256 * 256, hi, 256, num_stages=1):",
+        *indent(
+            [
+                "scan_rows = scan + tl.arange(0, 256)",
+                "scan_k = tl.minimum(scan_rows, Lk - 1)[None, :]",
+                *renderer.lines,
+                f"scan_seen = ({visible}) & ((scan_rows < hi) & (scan_rows >= lo))[None, :]",
+                "first = tl.minimum(first, tl.min(tl.where(scan_seen, scan_rows[None, :], Lk)))",
+                "last = tl.maximum(last, tl.max(tl.where(scan_seen, scan_rows[None, :] + 1, 0)))",
+                "seen += tl.sum(scan_seen.to(tl.int32))",
+            ]
+        ),
+        "lo = tl.maximum(lo, first)",
+        "hi = tl.minimum(hi, last)",
+        "full_lo = tl.maximum(full_lo, first)",
+        "full_hi = tl.where(seen == last - first, tl.minimum(full_hi, last), 0)",
+    ]
+
+
+def tile_loops(inner: Sequence[str], edge: Sequence[str], traits: Traits) -> list[str]:
+    """The interior loop, then one loop over the edge tiles on both of its sides."""
+    masked_loops = bool(traits.mask and traits.mask.terms)
+    stages = "" if masked_loops else ", num_stages=1"  # without a mask the edge is at most one ragged tile
+    return [
+        "for t in tl.range(f_lo, f_hi):",
+        *indent(inner),
+        f"for e in tl.range(0, f_lo - t_lo + t_hi - f_hi{stages}):",
+        *indent(["t = tl.where(t_lo + e < f_lo, t_lo + e, f_hi + e - (f_lo - t_lo))", *edge]),
+    ]
+
+
+def post_factor(traits: Traits, loop: str, prefix: str) -> tuple[list[str], list[str], str | None]:
+    """Hoisted statements, loop statements and expression of the factor that multiplies the probabilities."""
+    if traits.plan.post is None:
+        return [], [], None
+    renderer = Renderer(traits.plan.post, {"b": "b", "h": "h", "q": "q_idx", "k": "k_idx"}, (loop,), prefix)
+    value = renderer.value(traits.plan.post.result)
+    return renderer.hoisted, renderer.lines, value
+
+
+DROPOUT_SETUP = [
+    "offset = tl.load(SEED + 1)",
+    "seed = tl.load(SEED) ^ ((offset >> 32) << 32)",
+    "threshold = (dropout_p * 65536.0 + 0.5).to(tl.int32)",
+    "keep_scale = tl.where(threshold >= 65536, 0.0, 65536.0 / tl.maximum(65536 - threshold, 1).to(tl.float32))",
+]

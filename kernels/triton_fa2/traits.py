@@ -1,0 +1,182 @@
+"""What the templates need to know about a plan: which tiles to visit, which program to run on them, in which units.
+
+Tiles where every range and padding condition surely holds are *interior*: they run the program with these conditions replaced
+by true, so no mask arithmetic is left there. All others are *edge* tiles: the whole program, then keys past the end are -inf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from fa_inductor.facts import Affine, MaskFacts
+from fa_inductor.program import ProgramBuilder, ScoreProgram, differentiate
+from fa_inductor.program.evaluate import load_axes
+from fa_inductor.request import Plan
+
+from .fold import LOG2E, constant_factor, may_be_minus_infinity, moderate, reads, scaled, score_scale, without_factor
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One form of the tile's program. Results: the exponent y, then (backward) dscore without ``factor``, then one per capture load."""
+
+    program: ScoreProgram
+    edge: bool
+    folded: bool
+    """y is in base-2 units: ``exp2(y - …)``."""
+    scale: float | None
+    """y is ``scale * score`` in natural units and nothing else."""
+    minus_infinity: bool
+    factor: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return "edge" if self.edge else "inner"
+
+
+@dataclass(frozen=True)
+class LoadGradient:
+    """A capture's gradient at one of its loads: ``result`` is its position in the flavour's results."""
+
+    capture: int
+    axes: tuple[str | int, ...]
+    result: int
+
+    @property
+    def letters(self) -> str:
+        return "".join(a for a in "bhqk" if a in self.axes)
+
+
+def affine(bound: Affine) -> str:
+    """Triton source of a bound in the size arguments."""
+    return "(" + " + ".join([str(bound.constant), *(f"{c} * Z{i}" for i, c in bound.terms)]) + ")"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Derived from a plan alone, so that equal plans give equal source."""
+
+    plan: Plan
+
+    @property
+    def mask(self) -> MaskFacts | None:
+        return self.plan.facts.mask
+
+    @property
+    def zero_rows(self) -> bool:
+        return self.plan.masked_rows == "zero"
+
+    @property
+    def dropout(self) -> bool:
+        return bool(self.plan.get("dropout"))
+
+    @cached_property
+    def captures(self) -> tuple[int, ...]:
+        """Captured tensors that a kernel must be given."""
+        return tuple(sorted(reads(self.plan.program) | reads(self.plan.post)))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        used = {int(n.value) for p in (self.plan.program, self.plan.post) if p for n in p.nodes if n.op == "size"}  # type: ignore[arg-type]
+        for term in self.mask.terms if self.mask else ():
+            used |= {i for i, _ in term.bound.terms} if term.bound else set()
+        return tuple(sorted(used))
+
+    def bound(self, kind: str) -> str | None:
+        term = self.mask.term(kind) if self.mask else None  # type: ignore[arg-type]
+        return affine(term.bound) if term and term.bound else None
+
+    @cached_property
+    def key_terms(self) -> tuple[int, ...]:
+        return tuple(t.node for t in self.mask.terms if t.kind == "key") if self.mask else ()
+
+    # -- units and guards ----------------------------------------------------------------------------------------------
+    @cached_property
+    def natural(self) -> bool:
+        """Row maxima are kept in natural units, because some term may be too large for base-2 units."""
+        return not moderate(self.plan.program, self.plan.program.result)
+
+    @cached_property
+    def split_lse(self) -> bool:
+        """An lse near a huge fill loses log(l): the rounding error is kept in a second tensor."""
+        if not self.natural:
+            return False
+        mask = self.mask
+        return mask is None or not mask.every_row_visible or not moderate(self.interior, self.interior.result)
+
+    @cached_property
+    def repair(self) -> float | None:
+        """Hidden tiles must be visited for rows whose maximum stays below this; None where skipping is always exact."""
+        mask = self.mask
+        if mask is None or mask.every_row_visible or not mask.terms or mask.fill == -math.inf:
+            return None
+        return mask.skip_above
+
+    @cached_property
+    def flag_below(self) -> float | None:
+        """In backward, a head with an lse below this visits every tile (-inf: only lse == -inf counts)."""
+        mask = self.mask
+        if mask is None or not mask.terms or mask.every_row_visible:
+            return None
+        if mask.fill == -math.inf:
+            return None if self.zero_rows else -math.inf
+        return mask.skip_above
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+    @cached_property
+    def interior(self) -> ScoreProgram:
+        program = self.plan.program
+        if self.mask is None:
+            return program
+        builder = _builder(program)
+        yes = builder.const(True)
+        placed = builder.inline(program, {t.node: yes for t in self.mask.terms})
+        return builder.finish(placed[program.result])
+
+    def _folds(self, program: ScoreProgram) -> bool:
+        return moderate(program, program.result) and not (self.natural and may_be_minus_infinity(program, program.result))
+
+    def forward_flavour(self, edge: bool) -> Flavour:
+        program = self.plan.program if edge else self.interior
+        folded = self._folds(program)
+        builder = _builder(program)
+        root = builder.inline(program)[program.result]
+        result = builder.finish(scaled(builder, root, LOG2E) if folded else root)
+        return Flavour(result, edge, folded, score_scale(program, program.result), self._minus_infinity(program))
+
+    def _minus_infinity(self, program: ScoreProgram) -> bool:
+        return may_be_minus_infinity(program, program.result)
+
+    def backward_flavour(self, edge: bool, wanted: Iterable[int] = ()) -> tuple[Flavour, tuple[LoadGradient, ...]]:
+        """The flavour and the gradients of ``wanted`` captures that its results hold."""
+        program = self.plan.program if edge else self.interior
+        derived, sites = differentiate(program, sorted(wanted))
+        folded = self._folds(program)
+        factor = self.factor
+        builder = _builder(derived)
+        placed = builder.inline(derived)
+        y, dscore, *loads = (placed[r] for r in derived.results)
+        y = scaled(builder, y, LOG2E) if folded else y
+        dscore = without_factor(builder, dscore) if factor != 1.0 else dscore
+        flavour = Flavour(builder.finish(y, dscore, *loads), edge, folded, score_scale(program, program.result), self._minus_infinity(program), factor)
+        gradients = tuple(LoadGradient(c, load_axes(derived, derived.nodes[n]) or (), 2 + i) for i, (c, n) in enumerate(sites))
+        return flavour, gradients
+
+    @cached_property
+    def factor(self) -> float:
+        """Constant factor of dscore, the same on edge and interior tiles: applied once to the finished dQ and dK."""
+        found = set()
+        for program in (self.plan.program, self.interior):
+            derived, _ = differentiate(program)
+            found.add(constant_factor(derived, derived.results[1]))
+        return found.pop() if len(found) == 1 else 1.0
+
+
+def _builder(program: ScoreProgram) -> ProgramBuilder:
+    builder = ProgramBuilder()
+    builder.captures = list(program.captures)
+    builder.n_sizes = program.n_sizes
+    return builder

@@ -1,0 +1,166 @@
+"""Ops whose element is arithmetic on its own index: arange, full, eye, tril/triu — and reading an integer or boolean tensor
+at computed places (``mask[batch, key]``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from fa_inductor.index import ZERO, Expr, Space, as_expr, broadcast_index, shape_of
+from fa_inductor.program import ProgramBuilder
+
+from .pointwise import kind_of
+from .views import argument, name_of, step, value_of
+
+
+class Reader(Protocol):
+    """The part of the lifter that these rules use."""
+
+    builder: ProgramBuilder
+
+    def size(self, expr: Expr) -> int: ...
+    def operand(self, x: Any, index: tuple[Expr, ...]) -> int: ...
+    def element(self, node: fx.Node, index: tuple[Expr, ...]) -> int: ...
+    def gather(self, node: fx.Node, places: list[int]) -> int: ...
+
+
+Rule = Callable[[Reader, fx.Node, tuple[Expr, ...]], "int | None"]
+
+
+def _literal(reader: Reader, node: fx.Node, value: object) -> int:
+    """A number argument in the node's own type (rounded to its format, as the tensor would be)."""
+    dtype = node.meta["val"].dtype
+    kind = kind_of(dtype)
+    if isinstance(value, fx.Node):
+        return reader.builder.convert(reader.operand(value, ()), kind)
+    if kind == "float":
+        return reader.builder.const(float(torch.tensor(value, dtype=dtype)))
+    return reader.builder.const(bool(value) if kind == "bool" else int(value))  # type: ignore[call-overload]
+
+
+def _arange(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+    overload = node.target._overloadname  # type: ignore[union-attr]
+    start = node.args[0] if overload != "default" else 0
+    step = node.args[2] if overload == "start_step" and len(node.args) > 2 else 1
+    if not all(isinstance(value_of(x), (int, torch.SymInt)) for x in (start, step)):
+        return None
+    return reader.builder.convert(reader.size(as_expr(value_of(start)) + index[0] * as_expr(value_of(step))), kind_of(node.meta["val"].dtype))
+
+
+def _full(position: int) -> Rule:
+    def rule(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        return _literal(reader, node, argument(node, position, "fill_value"))
+
+    return rule
+
+
+def _constant(value: int) -> Rule:
+    return lambda reader, node, index: _literal(reader, node, value)
+
+
+def _triangle(keep: str) -> Rule:
+    def rule(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        b, diagonal = reader.builder, argument(node, 1, "diagonal", 0)
+        offset = b.emit("sub", reader.size(index[-1]), reader.size(index[-2]))  # column - row
+        inside = b.emit(keep, offset, reader.size(as_expr(value_of(diagonal))))
+        value = reader.element(node.args[0], index)  # type: ignore[arg-type]
+        kind = b.nodes[value].type
+        zero = b.const({"float": 0.0, "int": 0, "bool": False}[kind])
+        return b.emit("and", inside, value) if kind == "bool" else b.emit("where", inside, value, zero)
+
+    return rule
+
+
+def _eye(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int:
+    b = reader.builder
+    return b.convert(b.emit("eq", reader.size(index[0]), reader.size(index[1])), kind_of(node.meta["val"].dtype))
+
+
+def _scalar_tensor(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int:
+    return _literal(reader, node, node.args[0])
+
+
+def _index(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+    """``tensor[i, j, …]``: affine places continue the walk into the tensor, others become a gather from memory."""
+    source, places = node.args[0], _places(node)
+    assert isinstance(source, fx.Node)
+    shape = shape_of(source.meta["val"])
+    positions = [p for p, x in enumerate(places) if x is not None]
+    rank = max(x.meta["val"].dim() for x in places if x is not None)
+    if not positions or positions != list(range(positions[0], positions[-1] + 1)):
+        return None  # separated index tensors move their dimensions to the front
+    lead = positions[0]
+    at = index[lead : lead + rank]
+    plain = [*index[:lead], *index[lead + rank :]]
+    exact = [affine(x, broadcast_index(shape_of(x.meta["val"]), at)) if x is not None else None for x in places]
+    if all(e is not None for p, e in enumerate(exact) if p in positions):
+        rest = iter(plain)
+        return reader.element(source, tuple(exact[p] if p in positions else next(rest) for p in range(len(shape))))  # type: ignore[misc]
+    b, rest, values = reader.builder, iter(plain), []
+    for p, size in enumerate(shape):
+        if p not in positions:
+            values.append(reader.size(next(rest)))
+            continue
+        place = b.convert(reader.operand(places[p], at), "int")
+        wrapped = b.emit("add", place, reader.size(size))  # negative places count from the end
+        values.append(b.emit("where", b.emit("lt", place, b.const(0)), wrapped, place))
+    return reader.gather(source, values)
+
+
+def _places(node: fx.Node) -> list[fx.Node | None]:
+    places = list(node.args[1])  # type: ignore[arg-type]
+    return places + [None] * (node.args[0].meta["val"].dim() - len(places))  # type: ignore[union-attr, return-value]
+
+
+def accepts(node: fx.Node) -> bool:
+    """May the op be computed per element? Reading a float table in the kernel is left to a rule that also scatters its gradient."""
+    if name_of(node) != "index":
+        return name_of(node) in RULES
+    places = [x for x in _places(node) if x is not None]
+    return not node.meta["val"].dtype.is_floating_point and bool(places) and all(x.meta["val"].dtype in (torch.int64, torch.int32) for x in places)
+
+
+def affine(node: object, index: tuple[Expr, ...]) -> Expr | None:
+    """An integer element as an index expression when it is made of arange, sums, products and views alone."""
+    value = value_of(node)
+    if isinstance(value, (int, torch.SymInt)):
+        return as_expr(value)
+    if not isinstance(node, fx.Node) or not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
+        return None
+    name = name_of(node)
+    below = step(_NO_EXTENTS, node, index)
+    if below is not None:
+        return affine(*below)
+    if name in ("add", "mul") and not node.kwargs and len(node.args) == 2:
+        x, y = (affine(a, broadcast_index(shape_of(v), index)) if isinstance(v := value_of(a), torch.Tensor) else affine(a, ()) for a in node.args)
+        return None if x is None or y is None else x + y if name == "add" else x * y
+    if name == "arange" and node.target._overloadname != "start_step":  # type: ignore[union-attr]
+        start = as_expr(value_of(node.args[0])) if node.target._overloadname == "start" else ZERO  # type: ignore[union-attr]
+        return start + index[0] if start.is_nonnegative else None
+    if name in ("to", "_to_copy"):
+        return affine(node.args[0], index)
+    return None
+
+
+_NO_EXTENTS = Space({})
+
+RULES: dict[str, Rule] = {
+    "index": _index,
+    "arange": _arange,
+    "full": _full(1),
+    "full_like": _full(1),
+    "new_full": _full(2),
+    "zeros": _constant(0),
+    "zeros_like": _constant(0),
+    "new_zeros": _constant(0),
+    "ones": _constant(1),
+    "ones_like": _constant(1),
+    "new_ones": _constant(1),
+    "tril": _triangle("le"),
+    "triu": _triangle("ge"),
+    "eye": _eye,
+    "scalar_tensor": _scalar_tensor,
+}

@@ -1,0 +1,182 @@
+"""Recognising masks in a score program: which predicate hides a score, what a hidden score becomes, what that lets a kernel skip.
+
+``where(visible, x, fill)`` replaces, ``x + where(visible, 0, fill)`` adds; nested masks are the conjunction of their predicates.
+The predicate's conjuncts ``k - q <= u`` (causal), ``k - q >= l`` (window) and those of (b, h, k) alone (padding) are named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fa_inductor.facts import Affine, MaskFacts, MaskTerm
+from fa_inductor.program import Node, ScoreProgram, dependencies
+
+HUGE = 1e30
+"""|x + fill| >= HUGE for any score below HUGE in magnitude, and exp(x + fill - m) is 0 for any row maximum m above -HUGE/10."""
+UNDERFLOW = 110.0
+"""exp(-t) is exactly 0 in fp32 for t >= 104; a margin for the rounding of the difference."""
+
+
+@dataclass(frozen=True)
+class Peeled:
+    """A program seen as masks around a core: ``core`` is the node of the unmasked scores, ``terms`` are the predicates that
+    must all hold for a score to be visible."""
+
+    core: int
+    terms: tuple[int, ...]
+    fill: float | None
+    hidden: str
+
+
+def peel(program: ScoreProgram) -> Peeled:
+    """Take the masks off, outermost first."""
+    nodes, depends = program.nodes, dependencies(program.nodes)
+    at, fills, hidden = program.result, [], "replace"
+    predicates: list[int] = []
+    while True:
+        node = nodes[at]
+        found = _replace(nodes, depends, node) or _add(nodes, depends, node)
+        if found is None:
+            break
+        at, predicate, fill, kind = found
+        if kind == "add":
+            hidden = "add"
+        fills.append(fill)
+        predicates += _conjuncts(nodes, predicate)
+    if not fills or (max(fills) > -HUGE and (len(set(fills)) > 1 or hidden == "add")):
+        return Peeled(program.result, (), None, "replace")
+    return Peeled(at, tuple(dict.fromkeys(predicates)), max(fills), hidden)
+
+
+Found = tuple[int, int, float, str]
+
+
+def _fill(node: Node, most: float) -> float | None:
+    ok = node.op == "const" and isinstance(node.value, float) and node.value <= most
+    return float(node.value) if ok else None  # type: ignore[arg-type]
+
+
+def _replace(nodes: tuple[Node, ...], depends: tuple[frozenset[str], ...], node: Node) -> Found | None:
+    if node.op != "where" or "score" in depends[node.args[0]]:
+        return None
+    predicate, kept, other = node.args  # the builder puts literals last
+    fill = _fill(nodes[other], -1e3)
+    return (kept, predicate, fill, "replace") if fill is not None and "score" in depends[kept] else None
+
+
+def _add(nodes: tuple[Node, ...], depends: tuple[frozenset[str], ...], node: Node) -> Found | None:
+    """x + where(p, 0, fill) and its commuted form (the builder turns (1 - [p]) * fill into this)."""
+    if node.op != "add":
+        return None
+    for x, y in (node.args, node.args[::-1]):
+        if "score" in depends[y] or "score" not in depends[x]:
+            continue
+        found = _zero_or_fill(nodes, y)
+        if found is not None:
+            return (x, *found, "add")
+    return None
+
+
+def _zero_or_fill(nodes: tuple[Node, ...], at: int) -> tuple[int, float] | None:
+    node = nodes[at]
+    if node.op == "round":
+        return _zero_or_fill(nodes, node.args[0])
+    if node.op == "where" and nodes[node.args[1]].op == "const" and nodes[node.args[1]].value == 0:
+        fill = _fill(nodes[node.args[2]], -HUGE)
+        return None if fill is None else (node.args[0], fill)
+    return None
+
+
+def _conjuncts(nodes: tuple[Node, ...], at: int) -> list[int]:
+    """Predicates whose conjunction is ``at``."""
+    node = nodes[at]
+    return [c for a in node.args for c in _conjuncts(nodes, a)] if node.op == "and" else [at]
+
+
+def linear(nodes: tuple[Node, ...], at: int) -> dict[str | int, int] | None:
+    """An integer node as coefficients of b, h, q, k, the size arguments (by position) and 1 (key "one"); None if not linear."""
+    node = nodes[at]
+    if node.op == "const" and isinstance(node.value, int):
+        return {"one": node.value}
+    if node.op == "index":
+        return {str(node.value): 1}
+    if node.op == "size":
+        return {int(node.value): 1}  # type: ignore[arg-type]
+    if node.op == "to_float" and nodes[node.args[0]].type == "int":
+        return linear(nodes, node.args[0])
+    if node.op == "neg":
+        return _scaled(linear(nodes, node.args[0]), -1)
+    if node.op in ("add", "sub"):
+        x, y = (linear(nodes, a) for a in node.args)
+        y = _scaled(y, -1) if node.op == "sub" else y
+        return None if x is None or y is None else {n: x.get(n, 0) + y.get(n, 0) for n in {*x, *y}}
+    if node.op == "mul":
+        for a, b in (node.args, node.args[::-1]):
+            if nodes[b].op == "const" and isinstance(nodes[b].value, int):
+                return _scaled(linear(nodes, a), int(nodes[b].value))  # type: ignore[arg-type]
+    return None
+
+
+def _scaled(x: dict[str | int, int] | None, factor: int) -> dict[str | int, int] | None:
+    return None if x is None else {name: c * factor for name, c in x.items()}
+
+
+def diagonal(nodes: tuple[Node, ...], at: int) -> tuple[str, Affine] | None:
+    """("upper", u) for a comparison that says k - q <= u, ("lower", l) for k - q >= l, else None."""
+    node, op = nodes[at], nodes[at].op
+    if op not in ("lt", "le", "gt", "ge") or nodes[node.args[0]].type == "bool":
+        return None
+    x, y = (linear(nodes, a) for a in node.args)
+    if x is None or y is None:
+        return None
+    difference = {n: x.get(n, 0) - y.get(n, 0) for n in {*x, *y}}  # x - y, compared with 0
+    if difference.get("b") or difference.get("h"):
+        return None
+    if op in ("gt", "ge"):  # turn round: d >= 0 is -d <= 0
+        difference, op = {n: -c for n, c in difference.items()}, {"gt": "lt", "ge": "le"}[op]
+    constant = difference.get("one", 0) + (1 if op == "lt" else 0)  # integers: d < 0 is d + 1 <= 0
+    sizes = tuple(sorted((n, c) for n, c in difference.items() if isinstance(n, int) and c))
+    if (difference.get("k", 0), difference.get("q", 0)) == (1, -1):  # k - q + rest <= 0
+        return "upper", Affine(-constant, tuple((n, -c) for n, c in sizes))
+    if (difference.get("k", 0), difference.get("q", 0)) == (-1, 1):  # q - k + rest <= 0
+        return "lower", Affine(constant, sizes)
+    return None
+
+
+def mask_facts(program: ScoreProgram, peeled: Peeled, at_least: Callable[[Affine, int], bool], square_at_least: Callable[[Affine], bool]) -> MaskFacts | None:
+    """Facts of the peeled mask.
+
+    Args:
+        at_least: proves ``affine >= constant`` for every length.
+        square_at_least: proves ``Lk - Lq >= affine`` for every length.
+    """
+    if peeled.fill is None:
+        return None
+    depends = dependencies(program.nodes)
+    terms, complete = [], True
+    for node in peeled.terms:
+        found = diagonal(program.nodes, node)
+        if found is not None:
+            terms.append(MaskTerm(found[0], node, found[1]))  # type: ignore[arg-type]
+        elif not depends[node] & {"q", "score"}:
+            terms.append(MaskTerm("key", node))
+        else:
+            complete = False
+    upper = [t.bound for t in terms if t.kind == "upper" and t.bound]
+    lower = [t.bound for t in terms if t.kind == "lower" and t.bound]
+    diagonals_only = complete and all(t.kind != "key" for t in terms)
+    # with only k <= q + u, u >= 0, key 0 is visible to all; with q + l <= k too, key q + max(l, 0) must exist
+    visible = diagonals_only and all(at_least(u, 0) for u in upper) and all(at_least(Affine(-low.constant, tuple((n, -c) for n, c in low.terms)), 0) and square_at_least(low) for low in lower)
+    return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), complete, visible, _skip_above(peeled))  # type: ignore[arg-type]
+
+
+def _skip_above(peeled: Peeled) -> float:
+    fill = peeled.fill
+    assert fill is not None
+    if math.isinf(fill):
+        return fill
+    if fill <= -HUGE:
+        return -HUGE / 10
+    return fill + UNDERFLOW + abs(fill) * 1e-6  # the fill's own rounding

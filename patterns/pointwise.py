@@ -1,0 +1,249 @@
+"""Pointwise ATen ops as score-program operations.
+
+Each rule gets a ``Cell`` (builder, node, and the values of its arguments at the element in question) and returns the
+value of the node's element. Types follow ATen's promotion: the result type is the node's own dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fa_inductor.program import ProgramBuilder
+from fa_inductor.program.ir import Type
+
+from .views import argument
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One element of a pointwise node: ``read(x)`` is the program value of argument ``x`` (node or literal) there."""
+
+    builder: ProgramBuilder
+    node: fx.Node
+    read: Callable[[object], int]
+
+    def arg(self, position: int, name: str = "", default: object = None) -> object:
+        return argument(self.node, position, name, default)
+
+    def typed(self, position: int, kind: Type, name: str = "", default: object = None) -> int:
+        return self.builder.convert(self.read(self.arg(position, name, default)), kind)
+
+    @property
+    def kind(self) -> Type:
+        return kind_of(self.node.meta["val"].dtype)
+
+
+def kind_of(dtype: torch.dtype) -> Type:
+    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
+
+
+Rule = Callable[[Cell], "int | None"]
+RULES: dict[str, Rule] = {}
+
+
+def _promoted(cell: Cell, x: int, y: int) -> tuple[int, int]:
+    """Both values in the wider of their types (bool < int < float), as comparisons see them."""
+    kinds: list[Type] = ["bool", "int", "float"]
+    types = [cell.builder.nodes[v].type for v in (x, y)]
+    kind = max(types, key=kinds.index)
+    kind = "int" if kind == "bool" else kind
+    return cell.builder.convert(x, kind), cell.builder.convert(y, kind)
+
+
+def _binary(op: str) -> Rule:
+    def rule(cell: Cell) -> int | None:
+        if cell.kind == "bool":
+            return {"add": _or, "mul": _and}.get(op, lambda c: None)(cell)
+        x, y = cell.typed(0, cell.kind), cell.typed(1, cell.kind)
+        alpha = cell.arg(2, "alpha", 1)
+        if alpha != 1:
+            y = cell.builder.emit("mul", y, cell.builder.convert(cell.read(alpha), cell.kind))
+        return cell.builder.emit(op, x, y)
+
+    return rule
+
+
+def _unary(op: str) -> Rule:
+    return lambda cell: cell.builder.emit(op, cell.typed(0, cell.kind))
+
+
+def _compare(op: str) -> Rule:
+    def rule(cell: Cell) -> int:
+        x, y = _promoted(cell, cell.read(cell.arg(0)), cell.read(cell.arg(1)))
+        return cell.builder.emit(op, x, y)
+
+    return rule
+
+
+def _and(cell: Cell) -> int | None:
+    return cell.builder.emit("and", cell.typed(0, "bool"), cell.typed(1, "bool")) if cell.kind == "bool" else None
+
+
+def _or(cell: Cell) -> int | None:
+    return cell.builder.emit("or", cell.typed(0, "bool"), cell.typed(1, "bool")) if cell.kind == "bool" else None
+
+
+def _xor(cell: Cell) -> int | None:
+    return cell.builder.emit("ne", cell.typed(0, "bool"), cell.typed(1, "bool")) if cell.kind == "bool" else None
+
+
+def _not(cell: Cell) -> int | None:
+    return cell.builder.emit("not", cell.typed(0, "bool")) if cell.kind == "bool" else None
+
+
+def _div(cell: Cell) -> int | None:
+    rounding = cell.node.kwargs.get("rounding_mode")
+    if rounding is None:
+        b, y = cell.builder, cell.typed(1, "float")
+        literal = b.nodes[y]
+        if literal.op == "const" and math.frexp(float(literal.value or 0.0))[0] == 0.5:  # a power of two: exact reciprocal
+            return b.emit("mul", cell.typed(0, "float"), b.const(1.0 / float(literal.value)))  # type: ignore[arg-type]
+        return b.emit("div", cell.typed(0, "float"), y)
+    if rounding == "floor" and cell.kind == "int":
+        return cell.builder.emit("floordiv", cell.typed(0, "int"), cell.typed(1, "int"))
+    return None
+
+
+def _int_binary(op: str) -> Rule:
+    return lambda cell: cell.builder.emit(op, cell.typed(0, "int"), cell.typed(1, "int")) if cell.kind == "int" else None
+
+
+def _reversed_sub(cell: Cell) -> int | None:
+    if cell.kind == "bool" or cell.arg(2, "alpha", 1) != 1:
+        return None
+    return cell.builder.emit("sub", cell.typed(1, cell.kind), cell.typed(0, cell.kind))
+
+
+def _where(cell: Cell) -> int | None:
+    if cell.arg(1) is None:
+        return None
+    return cell.builder.emit("where", cell.typed(0, "bool"), cell.typed(1, cell.kind), cell.typed(2, cell.kind))
+
+
+def _masked_fill(cell: Cell) -> int:
+    return cell.builder.emit("where", cell.typed(1, "bool"), cell.typed(2, cell.kind), cell.typed(0, cell.kind))
+
+
+def _clamp(cell: Cell) -> int:
+    value = cell.typed(0, cell.kind)
+    for position, name, op in ((1, "min", "max"), (2, "max", "min")):
+        bound = cell.arg(position, name)
+        if bound is not None:
+            value = cell.builder.emit(op, value, cell.builder.convert(cell.read(bound), cell.kind))
+    return value
+
+
+def _clamp_one(name: str, op: str) -> Rule:
+    return lambda cell: cell.builder.emit(op, cell.typed(0, cell.kind), cell.typed(1, cell.kind, name))
+
+
+def _pow(cell: Cell) -> int | None:
+    exponent, b = cell.arg(1, "exponent"), cell.builder
+    x = cell.typed(0, cell.kind)
+    if exponent == 2:
+        return b.emit("mul", x, x)
+    if exponent == 0.5 and cell.kind == "float":
+        return b.emit("sqrt", x)
+    if exponent == -0.5 and cell.kind == "float":
+        return b.emit("div", b.const(1.0), b.emit("sqrt", x))
+    if exponent == -1 and cell.kind == "float":
+        return b.emit("div", b.const(1.0), x)
+    return None
+
+
+def _reciprocal(cell: Cell) -> int:
+    return cell.builder.emit("div", cell.builder.const(1.0), cell.typed(0, "float"))
+
+
+def _rsqrt(cell: Cell) -> int:
+    return cell.builder.emit("div", cell.builder.const(1.0), cell.builder.emit("sqrt", cell.typed(0, "float")))
+
+
+def _relu(cell: Cell) -> int:
+    zero = cell.builder.const(0.0 if cell.kind == "float" else 0)
+    return cell.builder.emit("max", cell.typed(0, cell.kind), zero)
+
+
+def _isneginf(cell: Cell) -> int:
+    return cell.builder.emit("eq", cell.typed(0, "float"), cell.builder.const(-math.inf))
+
+
+def _isnan(cell: Cell) -> int:
+    x = cell.typed(0, "float")
+    return cell.builder.emit("ne", x, x)
+
+
+def _cast(cell: Cell) -> int:
+    return cell.typed(0, cell.kind)
+
+
+RULES.update(
+    {
+        "add": _binary("add"),
+        "sub": _binary("sub"),
+        "subtract": _binary("sub"),
+        "mul": _binary("mul"),
+        "multiply": _binary("mul"),
+        "minimum": _binary("min"),
+        "maximum": _binary("max"),
+        "rsub": _reversed_sub,
+        "div": _div,
+        "divide": _div,
+        "true_divide": _div,
+        "floor_divide": _int_binary("floordiv"),
+        "remainder": _int_binary("mod"),
+        "neg": _unary("neg"),
+        "negative": _unary("neg"),
+        "abs": _unary("abs"),
+        "exp": _unary("exp"),
+        "log": _unary("log"),
+        "tanh": _unary("tanh"),
+        "sigmoid": _unary("sigmoid"),
+        "sqrt": _unary("sqrt"),
+        "relu": _relu,
+        "pow": _pow,
+        "square": lambda cell: cell.builder.emit("mul", cell.typed(0, cell.kind), cell.typed(0, cell.kind)),
+        "reciprocal": _reciprocal,
+        "rsqrt": _rsqrt,
+        "where": _where,
+        "masked_fill": _masked_fill,
+        "clamp": _clamp,
+        "clip": _clamp,
+        "clamp_min": _clamp_one("min", "max"),
+        "clamp_max": _clamp_one("max", "min"),
+        "isneginf": _isneginf,
+        "isnan": _isnan,
+        "logical_and": lambda cell: cell.builder.emit("and", cell.typed(0, "bool"), cell.typed(1, "bool")),
+        "logical_or": lambda cell: cell.builder.emit("or", cell.typed(0, "bool"), cell.typed(1, "bool")),
+        "logical_xor": lambda cell: cell.builder.emit("ne", cell.typed(0, "bool"), cell.typed(1, "bool")),
+        "logical_not": lambda cell: cell.builder.emit("not", cell.typed(0, "bool")),
+        "bitwise_and": _and,
+        "__and__": _and,
+        "bitwise_or": _or,
+        "__or__": _or,
+        "bitwise_xor": _xor,
+        "bitwise_not": _not,
+        "to": _cast,
+        "_to_copy": _cast,
+        "type_as": _cast,
+        "float": _cast,
+        "dropout": lambda cell: cell.read(cell.arg(0)) if not cell.arg(2, "train") or cell.arg(1, "p") == 0 else None,
+        "feature_dropout": lambda cell: cell.read(cell.arg(0)) if not cell.arg(2, "train") else None,
+        "lt": _compare("lt"),
+        "less": _compare("lt"),
+        "le": _compare("le"),
+        "less_equal": _compare("le"),
+        "gt": _compare("gt"),
+        "greater": _compare("gt"),
+        "ge": _compare("ge"),
+        "greater_equal": _compare("ge"),
+        "eq": _compare("eq"),
+        "ne": _compare("ne"),
+        "not_equal": _compare("ne"),
+    }
+)

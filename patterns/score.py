@@ -1,0 +1,62 @@
+"""Recognising the unmasked scores: scale and bias (``a*s + c``), soft-cap (``c*tanh(a*s/c)``), ALiBi."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa_inductor.program import Node, ScoreProgram, dependencies
+
+
+@dataclass(frozen=True)
+class Core:
+    """``scale * score + bias`` (bias: nodes that are summed), or a soft-cap around the scores."""
+
+    scale: float | None
+    bias: tuple[int, ...]
+    softcap: float | None
+
+
+def core_of(program: ScoreProgram, at: int) -> Core:
+    depends = dependencies(program.nodes)
+    found = _affine(program.nodes, depends, at)
+    if found is not None:
+        return Core(found[0], found[1], None)
+    return Core(None, (), _softcap(program.nodes, depends, at))
+
+
+def _affine(nodes: tuple[Node, ...], depends: tuple[frozenset[str], ...], at: int) -> tuple[float, tuple[int, ...]] | None:
+    node = nodes[at]
+    if node.op == "score":
+        return 1.0, ()
+    if node.op in ("add", "sub"):
+        x, y = node.args
+        for inner, other in ((x, y), (y, x)):
+            if "score" in depends[inner] and "score" not in depends[other] and (node.op == "add" or inner == x):
+                found = _affine(nodes, depends, inner)
+                return None if found is None or node.op == "sub" else (found[0], (*found[1], other))
+    if node.op in ("mul", "div"):
+        literal = nodes[node.args[1]]
+        found = _affine(nodes, depends, node.args[0]) if literal.op == "const" and "score" in depends[node.args[0]] else None
+        if found is not None and not found[1]:
+            value = float(literal.value)  # type: ignore[arg-type]
+            return found[0] * value if node.op == "mul" else found[0] / value, ()
+    return None
+
+
+def _softcap(nodes: tuple[Node, ...], depends: tuple[frozenset[str], ...], at: int) -> float | None:
+    node = nodes[at]
+    if node.op == "mul" and nodes[node.args[0]].op == "tanh" and nodes[node.args[1]].op == "const":
+        return float(nodes[node.args[1]].value)  # type: ignore[arg-type]
+    return None
+
+
+def looks_like_alibi(program: ScoreProgram, bias: int) -> bool:
+    """A bias computed from positions and per-head slopes: depends on k and h, not read from a tensor over (q, k)."""
+    reached, queue = set(), [bias]
+    while queue:
+        i = queue.pop()
+        if i not in reached:
+            reached.add(i)
+            queue += program.nodes[i].args
+    positions = any(program.nodes[i].op == "index" and program.nodes[i].value == "k" and any(i in program.nodes[j].args and program.nodes[j].op != "load" for j in reached) for i in reached)
+    return positions and "h" in dependencies(program.nodes)[bias]

@@ -1,0 +1,205 @@
+"""Views: ops whose every output element is one input element. ``step`` answers which one.
+
+Contiguous copies count as views (same values); ``detach`` does not (it cuts the gradient) and is treated by the lifter.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fa_inductor.index import ONE, ZERO, Expr, Space, as_expr, broadcast_index, shape_of, view_index
+
+Step = tuple[fx.Node, tuple[Expr, ...]]
+Rule = Callable[[Space, fx.Node, tuple[Expr, ...]], "Step | None"]
+RULES: dict[str, Rule] = {}
+
+
+def name_of(node: Any) -> str:
+    """``matmul`` for ``aten.matmul.default``; empty for anything that is not an ATen call."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return ""
+    target = node.target
+    if target is operator.getitem:
+        return "getitem"
+    if getattr(target, "namespace", "") != "aten":
+        return ""
+    return str(target._schema.name).split("::")[1]  # type: ignore[union-attr]
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """Positional or keyword argument of an ATen call."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def value_of(x: Any) -> Any:
+    """Fake value of a node argument, or the literal itself."""
+    return x.meta.get("val") if isinstance(x, fx.Node) else x
+
+
+def step(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
+    """The input and its index that ``node[index]`` reads if ``node`` is a view, else None."""
+    rule = RULES.get(name_of(node))
+    return rule(space, node, index) if rule else None
+
+
+def is_view(node: fx.Node) -> bool:
+    return name_of(node) in RULES
+
+
+def _rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def _input(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _dim(position: int, rank: int) -> int:
+    return position + rank if position < 0 else position
+
+
+@_rule("contiguous", "clone", "alias", "lift_fresh", "lift_fresh_copy", "view_of")
+def _same(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
+    return _input(node), index
+
+
+@_rule("view", "reshape", "_unsafe_view", "unflatten", "flatten", "view_as", "reshape_as", "_reshape_alias")
+def _view(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
+    source = _input(node)
+    if source.meta["val"].dtype != node.meta["val"].dtype:
+        return None  # view(dtype) reinterprets bits
+    return source, view_index(space, shape_of(source.meta["val"]), shape_of(node.meta["val"]), index)
+
+
+@_rule("permute")
+def _permute(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
+    order = [_dim(d, len(index)) for d in argument(node, 1, "dims")]
+    inner = [ZERO] * len(index)
+    for i, d in zip(index, order):
+        inner[d] = i
+    return _input(node), tuple(inner)
+
+
+@_rule("transpose", "swapaxes", "swapdims")
+def _transpose(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
+    a, b = (_dim(d, len(index)) for d in node.args[1:3])  # type: ignore[arg-type]
+    inner = list(index)
+    inner[a], inner[b] = inner[b], inner[a]
+    return _input(node), tuple(inner)
+
+
+@_rule("t", "numpy_T", "mT", "adjoint", "matrix_H")
+def _last_two(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
+    if name_of(node) in ("t", "numpy_T"):
+        return _input(node), index[::-1]
+    return _input(node), (*index[:-2], index[-1], index[-2])
+
+
+@_rule("movedim", "moveaxis")
+def _movedim(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
+    rank = len(index)
+    listed = lambda x: [_dim(d, rank) for d in (x if isinstance(x, (list, tuple)) else [x])]
+    source, target = listed(node.args[1]), listed(node.args[2])
+    inner: list[Expr | None] = [None] * rank
+    for s, t in zip(source, target):
+        inner[s] = index[t]
+    rest = iter(i for t, i in enumerate(index) if t not in target)
+    return _input(node), tuple(next(rest) if i is None else i for i in inner)
+
+
+@_rule("unsqueeze")
+def _unsqueeze(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
+    d = _dim(argument(node, 1, "dim"), len(index))
+    return _input(node), index[:d] + index[d + 1 :]
+
+
+@_rule("squeeze")
+def _squeeze(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
+    source = _input(node)
+    shape = shape_of(source.meta["val"])
+    dims = argument(node, 1, "dim")
+    listed = range(len(shape)) if dims is None else [_dim(d, len(shape)) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    dropped = {d for d in listed if shape[d] == 1}
+    rest = iter(index)
+    return source, tuple(ZERO if d in dropped else next(rest) for d in range(len(shape)))
+
+
+@_rule("expand", "expand_as", "broadcast_to")
+def _expand(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
+    source = _input(node)
+    return source, broadcast_index(shape_of(source.meta["val"]), index)
+
+
+@_rule("slice", "narrow")
+def _slice(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
+    source = _input(node)
+    shape = shape_of(source.meta["val"])
+    d = _dim(argument(node, 1, "dim", 0), len(shape))
+    start = argument(node, 2, "start")
+    stride = as_expr(value_of(argument(node, 4, "step", 1))) if name_of(node) == "slice" else ONE
+    begin = ZERO if start is None else as_expr(value_of(start))
+    if begin.is_Integer and begin < 0:
+        begin = begin + shape[d]
+    if begin.is_nonnegative is not True and not (begin.is_Add and shape[d] in begin.args):
+        return None
+    return source, (*index[:d], begin + index[d] * stride, *index[d + 1 :])
+
+
+@_rule("select")
+def _select(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
+    source = _input(node)
+    shape = shape_of(source.meta["val"])
+    d = _dim(argument(node, 1, "dim"), len(shape))
+    at = as_expr(value_of(argument(node, 2, "index")))
+    at = at + shape[d] if at.is_negative else at
+    return source, (*index[:d], at, *index[d:])
+
+
+@_rule("getitem")
+def _getitem(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
+    """One output of split, chunk or unbind."""
+    many, which = node.args
+    assert isinstance(many, fx.Node) and isinstance(which, int)
+    kind = name_of(many)
+    if kind not in ("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk", "tensor_split"):
+        return None
+    source = _input(many)
+    rank = source.meta["val"].dim()
+    if kind == "unbind":
+        d = _dim(argument(many, 1, "dim", 0), rank)
+        return source, (*index[:d], as_expr(which), *index[d:])
+    d = _dim(argument(many, 2, "dim", 0), rank)
+    offset = sum((as_expr(part.shape[d]) for part in many.meta["val"][:which]), ZERO)
+    return source, (*index[:d], offset + index[d], *index[d + 1 :])
+
+
+@_rule("repeat", "tile")
+def _repeat(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
+    source = _input(node)
+    shape = shape_of(source.meta["val"])
+    tail: Sequence[Expr] = index[len(index) - len(shape) :]
+    out = shape_of(node.meta["val"])[len(index) - len(shape) :]
+    return source, tuple(i if size == total else space.mod(i, size) for i, size, total in zip(tail, shape, out))
+
+
+@_rule("repeat_interleave")
+def _repeat_interleave(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
+    source = _input(node)
+    count, dim = argument(node, 1, "repeats"), argument(node, 2, "dim")
+    if not isinstance(value_of(count), int) or dim is None:
+        return None
+    d = _dim(dim, len(index))
+    return source, (*index[:d], space.div(index[d], as_expr(count)), *index[d + 1 :])

@@ -25,7 +25,7 @@ from .patterns.views import argument, name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
 from .refusal import Refused, declare
-from .site import AttentionSite, Axes, View4
+from .site import AttentionSite, Axes, Captured, View4
 
 NOT_ATTENTION = declare("not_attention", "nothing to do: this softmax does not feed a matrix product")
 NO_SCORES = declare("no_score_matmul", "the softmax's input is not a matrix product of queries and keys followed by elementwise code; only such scores can be fused")
@@ -125,7 +125,7 @@ class _Region:
         space = lifted.lifter.space
         found = [lifted.second.lhs_index, lifted.second.rhs_index, self._softmax_index]
         for which in ("q", "k", "v"):
-            found += [i for _, i in chain(space, *lifted.operand(which))]
+            found.append(list(chain(space, *lifted.operand(which)))[-1][1])  # below all expansions: what is really read
         return found
 
     def _roles(self, digits: D.Digits, guess: Lifted) -> D.Roles:
@@ -275,11 +275,11 @@ class _Region:
                     return {"q": found["q"][0], "k": k, "v": v}
         raise refuse(OPERANDS, "keys and values have different head groups", lifted.operand("k")[0])
 
-    def _programs(self, lifted: Lifted) -> tuple[ScoreProgram, ScoreProgram | None, tuple[fx.Node, ...], tuple[Expr, ...]]:
+    def _programs(self, lifted: Lifted) -> tuple[ScoreProgram, ScoreProgram | None, tuple[Captured, ...], tuple[Expr, ...]]:
         lifter, b = lifted.lifter, lifted.lifter.builder
         program = b.finish(lifted.score)
         unit = b.nodes[lifted.factor].op == "const" and b.nodes[lifted.factor].value == 1.0
-        return program, None if unit else b.finish(lifted.factor), tuple(lifter.captured), tuple(lifter.size_symbols)
+        return program, None if unit else b.finish(lifted.factor), tuple(Captured(n, lifter.splits.get(n)) for n in lifter.captured), tuple(lifter.size_symbols)
 
     def _escapes(self, lifted: Lifted, region: frozenset[fx.Node]) -> bool:
         path = [n for n in region if n in self.after and n is not self.second]
@@ -290,13 +290,13 @@ class _Region:
                 raise refuse(ESCAPED_DROPOUT, f"{outside[0].name} uses the probabilities after dropout too", outside[0])
         return any(u not in region for n in path for u in n.users)
 
-    def _check_modes(self, region: frozenset[fx.Node], captures: tuple[fx.Node, ...], views: dict[str, View4]) -> None:
+    def _check_modes(self, region: frozenset[fx.Node], captures: tuple[Captured, ...], views: dict[str, View4]) -> None:
         order, mode = self.context.order, self.context.grad_mode
         carriers = [n for n in region if n in self.before or n in self.after]
         if len({mode[n] for n in carriers}) > 1:
             raise refuse(GRAD_MODE, "part of the scores is computed under no_grad and part is not", self.second)
         last = order[self.second]
-        for node in {*captures, *(v.node for v in views.values())}:
+        for node in {*(c.node for c in captures), *(v.node for v in views.values())}:
             first = min((order[u] for u in node.users if u in order and order[u] <= last), default=last)
             write = self.context.written_between({node}, first, last)
             if write is not None:
@@ -309,6 +309,9 @@ class _Region:
 
 def _transplant(after: Lifter, probability: int, lifter: Lifter) -> int:
     """The factor on the probabilities as a value of the score lifter's builder (captures and sizes renumbered)."""
+    for node, split in after.splits.items():
+        if lifter.splits.setdefault(node, split) != split:
+            raise refuse(REINDEXED, "a captured tensor is read through two different views of its dimensions", node)
     numbers = [lifter.number(node, after.builder.captures[i].rank) for i, node in enumerate(after.captured)]
     sizes = [lifter.size(s) for s in after.size_symbols]
     return factor_of(after.builder, probability, lifter.builder, numbers, sizes)

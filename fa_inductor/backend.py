@@ -7,6 +7,7 @@ Without a site the original Dynamo graph goes to Inductor untouched. Every softm
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -206,11 +207,13 @@ def _size(x: Any) -> Any:
     return x.meta["val"] if isinstance(x, fx.Node) else x
 
 
+_SIGNS = re.compile(r"softmax|\bexp_?\b|logsumexp|multi_head_attention|scaled_dot_product")
+
+
 def _has_softmax(gm: fx.GraphModule) -> bool:
-    """A cheap look at the Dynamo graph: models without exp or softmax are not retraced at all."""
-    words = ("softmax", "exp", "multi_head_attention")
+    """A cheap look at the Dynamo graph: models without softmax or exp are not retraced at all."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    return any(any(w in (n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))) for w in words) for g in graphs for n in g.nodes if n.op.startswith("call"))
+    return any(_SIGNS.search(n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))) for g in graphs for n in g.nodes if n.op.startswith("call"))
 
 
 def _shapes(request: AttentionRequest) -> str:

@@ -175,6 +175,29 @@ def _groups(source: Sequence[Expr], target: Sequence[Expr]) -> list[tuple[slice,
     return groups
 
 
+def mixed_radix(space: Space, index: Expr, size: Expr) -> tuple[tuple[Expr, Expr], ...] | None:
+    """``index`` as the digits (atom, extent) of a mixed-radix number that fills ``size``, slowest first; None if it is not one."""
+    terms = [] if index == 0 else [_digit(space, t) for t in sympy.Add.make_args(sympy.expand(index))]
+    digits: list[tuple[Expr, Expr]] = []
+    weight: Expr = ONE
+    while terms:
+        found = next((t for t in terms if t is not None and equal(t[0], weight)), None)
+        if found is None:
+            return None
+        terms.remove(found)
+        digits.append((found[1], found[2]))
+        weight = weight * found[2]
+    return tuple(reversed(digits)) if equal(weight, size) else None
+
+
+def _digit(space: Space, term: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """(weight, atom, extent of the atom) of a product with one factor that depends on the space's symbols."""
+    factors = sympy.Mul.make_args(term)
+    mine = [f for f in factors if f.free_symbols & set(space.extent)]
+    extent = space.extent_of(mine[0]) if len(mine) == 1 else None
+    return None if extent is None else (product([f for f in factors if f is not mine[0]]), mine[0], extent)
+
+
 def broadcast_index(shape: Sequence[Expr], index: Sequence[Expr]) -> tuple[Expr, ...]:
     """Index into an operand of ``shape`` that broadcasts (aligned right) to a result read at ``index``."""
     tail = index[len(index) - len(shape) :]

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from .graph import GraphContext
-from .index import Expr, Space, as_expr, broadcast_index, shape_of
+from .index import Expr, Space, as_expr, broadcast_index, mixed_radix, shape_of
 from .location import location_of
 from .patterns import generators, pointwise, views
 from .program import ProgramBuilder
@@ -52,6 +52,7 @@ class Lifter:
         self.carriers = carriers
         self.builder = builder
         self.captured: list[fx.Node] = []
+        self.splits: dict[fx.Node, tuple[tuple[Expr, ...], ...] | None] = {}
         self.size_symbols: list[Expr] = []
         self.touched: set[fx.Node] = set()
         self._known: dict[tuple[fx.Node, tuple[Expr, ...]], int] = {}
@@ -132,7 +133,19 @@ class Lifter:
 
     # -- leaves ----------------------------------------------------------------------------------------------------------
     def _capture(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
-        return self._load(node, [self.size(i) for i in index])
+        """Read ``node`` from memory. A dimension that merges several axes (b*H + h) is read as these axes."""
+        if not isinstance(node.meta["val"], torch.Tensor):
+            return self._load(node, [])
+        split, places = [], []
+        for i, size in zip(index, shape_of(node.meta["val"])):
+            digits = mixed_radix(self.space, i, size)
+            apart = digits is not None and len(digits) > 1 and all(x in self.names for x, _ in digits)
+            split.append(tuple(e for _, e in digits) if digits and apart else (size,))
+            places += [self.size(x) for x, _ in digits] if digits and apart else [self.size(i)]
+        self.splits.setdefault(node, tuple(split) if len(places) > len(index) else None)
+        if self.splits[node] != (tuple(split) if len(places) > len(index) else None):
+            raise refuse(REINDEXED, "a captured tensor is read through two different views of its dimensions", node)
+        return self._load(node, places)
 
     def _load(self, node: fx.Node, places: list[int]) -> int:
         return self.builder.load(self.number(node, len(places)), places)
@@ -150,6 +163,8 @@ class Lifter:
 
     def gather(self, node: fx.Node, places: list[int]) -> int:
         """``node`` read from memory at integer program values."""
+        if self.splits.setdefault(node, None) is not None:
+            raise refuse(REINDEXED, "a captured tensor is read through two different views of its dimensions", node)
         return self._load(node, places)
 
     def size(self, expr: Expr) -> int:
@@ -187,7 +202,7 @@ def liftable(node: fx.Node) -> bool:
         return False
     if name in views.RULES:
         return views.step(_UNKNOWN, node, tuple(sympy.Symbol(f"i{d}", integer=True, nonnegative=True) for d in range(node.meta["val"].dim()))) is not None
-    return name in pointwise.RULES or generators.accepts(node)
+    return pointwise.accepts(node) if name in pointwise.RULES else generators.accepts(node)
 
 
 _UNKNOWN = Space({})

@@ -12,7 +12,7 @@ from torch import fx
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.*)$')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _KEYED = re.compile(r"""(?:\._modules)?\[['"]?(?P<key>[^'"\]]+)['"]?\]""")
-_ROOT = re.compile(r"""^[LG]\[['"](?P<name>[^'"]+)['"]\]\.?""")
+_ROOT = re.compile(r"""^[LG]\[['"](?P<name>[^'"]+)['"]\]""")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def _frames(node: fx.Node) -> list[Frame]:
 
 def _user_frame(node: fx.Node) -> Frame | None:
     frames = _frames(node)
-    own = [frame for frame in frames if not frame.internal]
-    return (own or frames or [None])[-1]
+    own = [frame for frame in frames if not frame.internal] or frames
+    return own[-1] if own else None
 
 
 def _short(path: str) -> str:
@@ -74,5 +74,5 @@ def module_path_of(node: fx.Node) -> str:
     path = str(list(stack.values())[-1][0])
     root = _ROOT.match(path)
     if root:
-        path = path[root.end() :] if root["name"] == "self" else f"{root['name']}.{path[root.end() :]}"
+        path = path[root.end() :] if root["name"] == "self" else root["name"] + path[root.end() :]
     return _KEYED.sub(lambda m: f".{m['key']}", path).strip(".")

@@ -13,7 +13,7 @@ from typing import Literal
 import sympy
 from torch import fx
 
-from .index import ONE, Expr, Space, equal, product, shape_of
+from .index import ONE, Expr, Space, equal, mixed_radix, product, shape_of
 from .lift import elements
 from .patterns import views
 from .site import Atom, View4
@@ -42,32 +42,17 @@ def chain(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Iterator[tupl
 
 
 def atoms_of(space: Space, axes: dict[sympy.Symbol, AxisName], index: Expr, size: Expr) -> tuple[Atom, ...] | None:
-    """``index`` as a mixed-radix number whose digits are atoms, slowest first; None where it is not one that fills ``size``."""
-    if size == 1:
-        return ()
-    terms = [_term(space, axes, t) for t in sympy.Add.make_args(sympy.expand(index))]
-    atoms: list[Atom] = []
-    weight = ONE
-    while terms:
-        found = next((t for t in terms if t is not None and equal(t[0], weight)), None)
-        if found is None:
+    """``index`` as a mixed-radix number whose digits are atoms of the axes, slowest first; None where it is not one."""
+    digits = mixed_radix(space, index, size)
+    if digits is None:
+        return None
+    atoms = []
+    for expr, extent in digits:
+        symbols = expr.free_symbols & set(space.extent)
+        if len(symbols) != 1 or (symbol := symbols.pop()) not in axes:
             return None
-        terms.remove(found)
-        atoms.append(found[1])
-        weight = weight * found[1].extent
-    return tuple(reversed(atoms)) if equal(weight, size) else None
-
-
-def _term(space: Space, axes: dict[sympy.Symbol, AxisName], term: Expr) -> tuple[Expr, Atom] | None:
-    factors = sympy.Mul.make_args(term)
-    mine = [f for f in factors if f.free_symbols & set(axes)]
-    if len(mine) != 1:
-        return None
-    extent = space.extent_of(mine[0])
-    symbols = mine[0].free_symbols & set(axes)
-    if extent is None or len(symbols) != 1:
-        return None
-    return product([f for f in factors if f is not mine[0]]), Atom(axes[symbols.pop()], mine[0], extent)
+        atoms.append(Atom(axes[symbol], expr, extent))
+    return tuple(atoms)
 
 
 def as_view(space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, index: tuple[Expr, ...]) -> View4 | None:

@@ -16,7 +16,7 @@ from .graph import GraphContext
 from .index import ONE, Expr
 from .patterns.views import name_of
 from .request import Plan, TensorSpec
-from .site import Atom, AttentionSite, View4
+from .site import Atom, AttentionSite, Captured, View4
 
 aten = torch.ops.aten
 _CANONICAL = {"q": ("b", "h", "q", "d"), "k": ("b", "h", "k", "d"), "v": ("b", "h", "k", "d"), "out": ("b", "h", "q", "d")}
@@ -105,11 +105,14 @@ class Emitter:
             node = self.call(aten.reshape.default, node, [self.size(_product(d)) for d in view.dimensions])
         return node if node.meta["val"].dtype == dtype else self.call(aten.to.dtype, node, dtype)
 
-    def capture(self, node: fx.Node, device: torch.device) -> fx.Node:
-        """A captured node as a tensor: a symbolic float becomes a 0-d tensor."""
-        if isinstance(node.meta["val"], Tensor):
+    def capture(self, captured: Captured, device: torch.device) -> fx.Node:
+        """A captured node as the tensor that the program reads: a symbolic float becomes a 0-d tensor."""
+        node = captured.node
+        if not isinstance(node.meta["val"], Tensor):
+            return self.call(aten.scalar_tensor.default, node, dtype=torch.float32, device=device)
+        if captured.split is None:
             return node
-        return self.call(aten.scalar_tensor.default, node, dtype=torch.float32, device=device)
+        return self.call(aten.reshape.default, node, [self.size(e) for parts in captured.split for e in parts])
 
 
 def _fake_mode_of(node: fx.Node) -> Any:

@@ -46,6 +46,14 @@ class View4:
 
 
 @dataclass(frozen=True)
+class Captured:
+    """A tensor (or symbolic float) that the program reads; ``split`` gives each dimension's parts where some are read apart."""
+
+    node: fx.Node
+    split: tuple[tuple[Expr, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """``output = dropout(softmax(program(Q K^T)) * post) V``; Q, K, V and the output in canonical (B, H, L, D) form.
 
@@ -60,7 +68,7 @@ class AttentionSite:
     axes: Axes
     program: ScoreProgram
     post: ScoreProgram | None
-    captures: tuple[fx.Node, ...]
+    captures: tuple[Captured, ...]
     size_symbols: tuple[Expr, ...]
     dropout_p: float
     dtype: object

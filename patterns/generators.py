@@ -3,9 +3,11 @@ at computed places (``mask[batch, key]``)."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import sympy
 import torch
 from torch import fx
 
@@ -117,6 +119,10 @@ def _places(node: fx.Node) -> list[fx.Node | None]:
 
 def accepts(node: fx.Node) -> bool:
     """May the op be computed per element? Reading a float table in the kernel is left to a rule that also scatters its gradient."""
+    if name_of(node) == "diff":
+        return constant(node) is not None
+    if name_of(node) == "cumsum":
+        return constant(node.args[0]) == 0
     if name_of(node) != "index":
         return name_of(node) in RULES
     places = [x for x in _places(node) if x is not None]
@@ -134,9 +140,11 @@ def affine(node: object, index: tuple[Expr, ...]) -> Expr | None:
     below = step(_NO_EXTENTS, node, index)
     if below is not None:
         return affine(*below)
-    if name in ("add", "mul") and not node.kwargs and len(node.args) == 2:
+    if name in ("add", "sub", "mul") and not node.kwargs and len(node.args) == 2:
         x, y = (affine(a, broadcast_index(shape_of(v), index)) if isinstance(v := value_of(a), torch.Tensor) else affine(a, ()) for a in node.args)
-        return None if x is None or y is None else x + y if name == "add" else x * y
+        return None if x is None or y is None else x + y if name == "add" else x - y if name == "sub" else x * y
+    if name == "diff":
+        return _difference(node, index)
     if name == "arange" and node.target._overloadname != "start_step":  # type: ignore[union-attr]
         start = as_expr(value_of(node.args[0])) if node.target._overloadname == "start" else ZERO  # type: ignore[union-attr]
         return start + index[0] if start.is_nonnegative else None
@@ -145,10 +153,58 @@ def affine(node: object, index: tuple[Expr, ...]) -> Expr | None:
     return None
 
 
+def _difference(node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
+    """torch.diff once over the last axis, where it is the same expression everywhere, the first element included."""
+    source, times, dim, first, last = (*node.args, *(1, -1, None, None)[len(node.args) - 1 :])
+    if times != 1 or dim not in (-1, len(index) - 1) or last is not None:
+        return None
+    at = (*index[:-1], index[-1] + (1 if first is None else 0))
+    here, before = affine(source, at), affine(source, (*at[:-1], at[-1] - 1))
+    if here is None or before is None:
+        return None
+    change = sympy.expand(here - before)
+    if first is not None:
+        start, prepended = affine(source, (*index[:-1], ZERO)), affine(first, (*index[:-1], ZERO))
+        if start is None or prepended is None or sympy.expand(start - prepended) != change:
+            return None
+    return change
+
+
+def constant(node: object) -> int | bool | None:
+    """The value of an integer or boolean tensor that is the same number everywhere by construction, else None."""
+    if isinstance(node, (bool, int)):
+        return node
+    if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    free = tuple(sympy.Symbol(f"i{d}", integer=True, nonnegative=True) for d in range(node.meta["val"].dim()))
+    exact = affine(node, free)
+    if exact is not None:
+        return int(exact) if exact.is_Integer else None
+    name = name_of(node)
+    if name in _COMPARISONS:
+        x, y = (constant(a) for a in node.args[:2])
+        return None if x is None or y is None else _COMPARISONS[name](x, y)
+    below = step(_NO_EXTENTS, node, free)
+    return constant(below[0]) if below is not None else None
+
+
+def _diff(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+    exact = affine(node, index)
+    return None if exact is None else reader.size(exact)
+
+
+def _cumsum(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+    """Running sums of zeros: the document ids of a sequence that is one document."""
+    return _literal(reader, node, 0) if constant(node.args[0]) == 0 else None
+
+
+_COMPARISONS: dict[str, Callable[[object, object], bool]] = {"ne": operator.ne, "eq": operator.eq, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _NO_EXTENTS = Space({})
 
 RULES: dict[str, Rule] = {
     "index": _index,
+    "diff": _diff,
+    "cumsum": _cumsum,
     "arange": _arange,
     "full": _full(1),
     "full_like": _full(1),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fa_inductor.facts import Affine, MaskFacts, MaskTerm
-from fa_inductor.program import Node, ScoreProgram, dependencies
+from fa_inductor.program import Node, ProgramBuilder, ScoreProgram, dependencies
 
 HUGE = 1e30
 """|x + fill| >= HUGE for any score below HUGE in magnitude, and exp(x + fill - m) is 0 for any row maximum m above -HUGE/10."""
@@ -166,10 +166,25 @@ def mask_facts(program: ScoreProgram, peeled: Peeled, at_least: Callable[[Affine
             complete = False
     upper = [t.bound for t in terms if t.kind == "upper" and t.bound]
     lower = [t.bound for t in terms if t.kind == "lower" and t.bound]
-    diagonals_only = complete and all(t.kind != "key" for t in terms)
-    # with only k <= q + u, u >= 0, key 0 is visible to all; with q + l <= k too, key q + max(l, 0) must exist
-    visible = diagonals_only and all(at_least(u, 0) for u in upper) and all(at_least(Affine(-low.constant, tuple((n, -c) for n, c in low.terms)), 0) and square_at_least(low) for low in lower)
+    own_key = [n for n in peeled.terms if not any(t.node == n and t.kind != "key" for t in terms)]
+    first = not lower and not own_key and all(at_least(u, 0) for u in upper)  # key 0 is visible to every row
+    own = all(at_least(u, 0) for u in upper) and all(at_least(_minus(low), 0) for low in lower) and square_at_least(Affine(0)) and all(_holds_on_diagonal(program, n) for n in own_key)
+    visible = first or own  # or row q sees key q
     return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), complete, visible, _skip_above(peeled))  # type: ignore[arg-type]
+
+
+def _minus(a: Affine) -> Affine:
+    return Affine(-a.constant, tuple((n, -c) for n, c in a.terms))
+
+
+def _holds_on_diagonal(program: ScoreProgram, predicate: int) -> bool:
+    """Is the predicate true for k = q whatever the captured tensors hold (the same document as itself)?"""
+    builder = ProgramBuilder()
+    builder.captures = list(program.captures)
+    q = builder.index("q")
+    leaves = {i: q for i, n in enumerate(program.nodes) if n.op == "index" and n.value == "k"}
+    at = builder.inline(program, leaves)[predicate]
+    return builder.nodes[at].op == "const" and builder.nodes[at].value is True
 
 
 def _skip_above(peeled: Peeled) -> float:

@@ -16,7 +16,7 @@ from torch import fx
 from fa_inductor.program import ProgramBuilder
 from fa_inductor.program.ir import Type
 
-from .views import argument
+from .views import argument, name_of
 
 
 @dataclass(frozen=True)
@@ -247,3 +247,20 @@ RULES.update(
         "not_equal": _compare("ne"),
     }
 )
+
+
+def accepts(node: fx.Node) -> bool:
+    """Would the rule of this op express it? Tried on placeholder values of the right types."""
+    rule = RULES.get(name_of(node))
+    if rule is None or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    builder = ProgramBuilder()
+
+    def read(x: object) -> int:
+        if isinstance(x, (bool, int, float)):
+            return builder.const(x)
+        value = x.meta["val"] if isinstance(x, fx.Node) else None
+        kind = kind_of(value.dtype) if isinstance(value, torch.Tensor) else "int" if isinstance(value, (int, torch.SymInt)) else "float"
+        return builder.load(builder.capture({"bool": "bool", "int": "int64", "float": "float32"}[kind], 0), [])
+
+    return rule(Cell(builder, node, read)) is not None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
@@ -20,7 +24,7 @@ def adopt_placeholders(traced: fx.GraphModule, original: fx.GraphModule) -> None
         new.meta = dict(old.meta)
         new.meta["val"] = value
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     traced.meta.update(original.meta)
     for name, value in original.__dict__.items():
         if name not in traced.__dict__:
@@ -38,21 +42,23 @@ def inline_constants(traced: fx.GraphModule, original: fx.GraphModule, mode: Fak
         value = getattr(traced, name, None)
         if name in known or not isinstance(value, torch.Tensor):
             continue
-        with traced.graph.inserting_before(node):
-            literal = _literal(traced.graph, value)
-        literal.meta.update(node.meta)
-        literal.meta["val"] = mode.from_tensor(value, static_shapes=True)
         for user in list(node.users):
-            if user.target is torch.ops.aten.lift_fresh_copy.default:
-                user.replace_all_uses_with(literal)
-                traced.graph.erase_node(user)
-        node.replace_all_uses_with(literal)
-        traced.graph.erase_node(node)
+            if user.target is aten.lift_fresh_copy.default:
+                _replace(traced.graph, user, value)
+        if node.users:
+            node.meta["val"] = mode.from_tensor(value, static_shapes=True)
+            _replace(traced.graph, node, value)
+        else:
+            traced.graph.erase_node(node)
         delattr(traced, name)
 
 
-def _literal(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
-    how = {"dtype": value.dtype, "device": value.device}
-    if value.dim() == 0:
-        return graph.call_function(torch.ops.aten.full.default, ([], value.item()), how)
-    return graph.call_function(torch.tensor, (value.tolist(),), how)
+def _replace(graph: fx.Graph, node: fx.Node, value: torch.Tensor) -> None:
+    """Put a call that makes ``value`` in the place of a node (and of the ``detach_`` that ``torch.tensor`` ends with)."""
+    how: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    with graph.inserting_before(node):
+        literal = graph.call_function(aten.full.default, ([], value.item()), how) if value.dim() == 0 else graph.call_function(torch.tensor, (value.tolist(),), how)
+    literal.meta.update(node.meta)
+    for old in [*(u for u in node.users if u.target is aten.detach_.default), node]:
+        old.replace_all_uses_with(literal)
+        graph.erase_node(old)

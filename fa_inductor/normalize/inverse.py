@@ -1,7 +1,7 @@
 """Putting an updated view back into its base: ``base' = inverse(view, base, updated view)``.
 
     whole     reshape, permute, transpose, unsqueeze, squeeze   the opposite rearrangement
-    part      select, slice, diagonal, an item of unbind        select_scatter, slice_scatter, diagonal_scatter
+    part      select, slice, narrow, diagonal, an item of unbind        select_scatter, slice_scatter, diagonal_scatter
 
 Views with repeated or reinterpreted elements (expand, as_strided, dtype views) and ``detach`` (which cuts the gradient) have none.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -37,6 +37,9 @@ def invert(editor: Editor, before: fx.Node, view: fx.Node, base: fx.Node, update
 
     if target in _SCATTERS:
         return emit(_SCATTERS[target], base, updated, *view.args[1:])
+    if target is aten.narrow.default and all(isinstance(a, int) and a >= 0 for a in view.args[2:]):
+        start, length = cast(tuple[int, int], view.args[2:])
+        return emit(aten.slice_scatter.default, base, updated, view.args[1], start, start + length)
     if target in _RESHAPES:
         return emit(aten.reshape.default, updated, editor.sizes(before, base))
     if target in _TRANSPOSES:

@@ -17,6 +17,7 @@ _SIGN: dict[str, Callable[..., bool | None]] = {
     "le": lambda c: False if c < 0 else None,
 }
 """Comparisons of a non-negative index with the literal c that are known whatever the index."""
+_REFLEXIVE = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
 _OPPOSITE = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 _COMMUTATIVE = frozenset({"add", "mul", "min", "max", "and", "or", "eq", "ne"})
 
@@ -152,6 +153,8 @@ class ProgramBuilder:
                     absorbs = (op == "or") == bool(nodes[a].value)
                     return args[a] if absorbs else args[other]
             return args[0] if args[0] == args[1] else None
+        if len(args) == 2 and args[0] == args[1] and nodes[0].type != "float" and op in _REFLEXIVE:
+            return self.const(_REFLEXIVE[op])
         if nodes[0].op == "index" and len(nodes) == 2 and nodes[1].op == "const" and op in _SIGN:
             known = _SIGN[op](nodes[1].value)  # indices are never negative
             return None if known is None else self.const(known)

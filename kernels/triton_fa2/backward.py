@@ -52,7 +52,9 @@ def _shared(traits: Traits, inputs: Inputs, result: Forward, grad_out: Tensor) -
     return tensors | {"LSE": result.lse, "DELTA": delta} | extra | common_arguments(traits, inputs)
 
 
-def _rows(plan: Plan, inputs: Inputs, shared: dict[str, Any], need: bool, partials: tuple[LoadGradient, ...], sums: list[tuple[LoadGradient, Tensor]]) -> Tensor | None:
+def _rows(
+    plan: Plan, inputs: Inputs, shared: dict[str, Any], need: bool, partials: tuple[LoadGradient, ...], sums: list[tuple[LoadGradient, Tensor]]
+) -> Tensor | None:
     if not need and not partials:
         return None
     q = inputs.q

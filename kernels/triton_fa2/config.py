@@ -62,7 +62,9 @@ def _forward(wide: int, size: int, hopper: bool) -> Launch:
     if size == 4:
         return Launch(64, 32, 4, 2) if wide <= 128 else Launch(32, 16, 4, 1)
     if hopper:
-        return {16: Launch(128, 128, 4, 3), 32: Launch(128, 128, 4, 3), 64: Launch(128, 128, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 2)}[wide]
+        return {16: Launch(128, 128, 4, 3), 32: Launch(128, 128, 4, 3), 64: Launch(128, 128, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 2)}[
+            wide
+        ]
     return Launch(128, 64, 4, 3) if wide <= 64 else Launch(128, 64, 8, 2) if wide <= 128 else Launch(64, 32, 8, 2)
 
 

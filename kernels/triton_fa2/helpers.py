@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-TANH_APPROXIMATE = '''
+TANH_APPROXIMATE = """
 @triton.jit
 def fa2_tanh(x):
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-'''
+"""
 
-TANH_EXACT = '''
+TANH_EXACT = """
 @triton.jit
 def fa2_tanh(x):
     # a series near 0, where 1 - 2 / (exp(2 x) + 1) cancels; both within a few units in the last place
@@ -21,9 +21,9 @@ def fa2_tanh(x):
     near = x + x * (y * series)
     far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * 2.8853900817779268) + 1.0)
     return tl.where(tl.abs(x) < 0.35, near, tl.where(x < 0.0, -far, far))
-'''
+"""
 
-KEEP = '''
+KEEP = """
 @triton.jit
 def fa2_keep(q0, k0, bh, seed, offset, threshold, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr):
     # One Philox call serves the four elements whose q and k differ in bit 3 only, 16 bits each: tensor cores keep these
@@ -52,4 +52,4 @@ def fa2_keep(q0, k0, bh, seed, offset, threshold, BLOCK_Q: tl.constexpr, BLOCK_K
     bits = tl.reshape(bits, [ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
     bits = tl.reshape(tl.permute(bits, [0, 5, 1, 2, 4, 3]), [ROWS, COLUMNS])
     return (bits >> 16).to(tl.int32) >= threshold
-'''
+"""

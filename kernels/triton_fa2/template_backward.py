@@ -93,7 +93,9 @@ def delta_source(traits: Traits) -> str:
 
 
 # -- one tile ------------------------------------------------------------------------------------------------------------
-def gradient_tile(traits: Traits, flavour: Flavour, rows: bool, loop: str, want: Wanted, hoisted: list[str], values: list[int], prefix: str = "") -> tuple[list[str], list[str]]:
+def gradient_tile(
+    traits: Traits, flavour: Flavour, rows: bool, loop: str, want: Wanted, hoisted: list[str], values: list[int], prefix: str = ""
+) -> tuple[list[str], list[str]]:
     """Statements that define ``pv`` (what multiplies dO) and ``ds``; and the expressions of the results ``values``.
 
     Expects ``q_t k_t v_t do_t lse low delta q_idx k_idx`` and, on edge tiles, the column condition ``k_in`` (and ``q_in``).
@@ -217,7 +219,10 @@ def rows_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, ...]
     if "q" in want.tensors:
         inside = " & ".join(["q_in[:, None]", *([d_in] if d_in else [])])
         scaled = f"dq * {literal(traits.factor)}" if traits.factor != 1.0 else "dq"
-        body += [base("dq_base", "DQ", "b", "h"), f"tl.store({tile_pointer('dq_base', 'DQ', 'q_rows', 'd_local')}, ({scaled}).to(DQ.dtype.element_ty), mask={inside})"]
+        body += [
+            base("dq_base", "DQ", "b", "h"),
+            f"tl.store({tile_pointer('dq_base', 'DQ', 'q_rows', 'd_local')}, ({scaled}).to(DQ.dtype.element_ty), mask={inside})",
+        ]
     body += [f"tl.store(G{i} + row, g{i}, mask=q_in)" for i, _ in enumerate(partials)]
     outputs = ["DQ"] if "q" in want.tensors else []
     return kernel("fa2_backward_rows", common_parameters(traits, outputs, partials), CONSTANTS, unspecialized(traits), body)
@@ -306,7 +311,10 @@ def columns_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, .
             outputs.append(tensor)
             inside = " & ".join(["k_in[:, None]", *([condition] if condition else [])])
             value = f"(d{letter} * {literal(scale)})" if scale != 1.0 else f"d{letter}"
-            body += [base(f"d{letter}_base", tensor, "b", "kv_h"), f"tl.store({tile_pointer(f'd{letter}_base', tensor, 'k_rows', local)}, {value}.to({tensor}.dtype.element_ty), mask={inside})"]
+            body += [
+                base(f"d{letter}_base", tensor, "b", "kv_h"),
+                f"tl.store({tile_pointer(f'd{letter}_base', tensor, 'k_rows', local)}, {value}.to({tensor}.dtype.element_ty), mask={inside})",
+            ]
     return kernel("fa2_backward_columns", common_parameters(traits, outputs, partials), CONSTANTS, unspecialized(traits), body)
 
 
@@ -394,7 +402,10 @@ def dense_source(traits: Traits, gradient: LoadGradient) -> str:
         "q_idx = tl.minimum(q_rows, Lq - 1)[:, None]",
         "k_idx = tl.minimum(k_rows, Lk - 1)[None, :]",
         *_tile_setup(traits),
-        *(offsets(f"{t.lower()}_off", t, r, d) for t, r, d in (("Q", "q_rows", "d_local"), ("DO", "q_rows", "dv_local"), ("K", "k_rows", "d_local"), ("V", "k_rows", "dv_local"))),
+        *(
+            offsets(f"{t.lower()}_off", t, r, d)
+            for t, r, d in (("Q", "q_rows", "d_local"), ("DO", "q_rows", "dv_local"), ("K", "k_rows", "d_local"), ("V", "k_rows", "dv_local"))
+        ),
         "acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
         *_visible_tile(traits),
         "for member in tl.range(begin, end, num_stages=1):",

@@ -20,8 +20,6 @@ def strided(names: Sequence[str]) -> list[str]:
     return [p for name in names for p in (name, *(f"{name}_s{d}" for d in range(TENSORS[name])))]
 
 
-
-
 def indirect(traits: Traits) -> frozenset[int]:
     """Captures with an index that may be negative: their lengths are parameters too."""
     found = set()
@@ -48,7 +46,12 @@ def capture_parameters(traits: Traits) -> list[str]:
 
 def unspecialized(traits: Traits) -> list[str]:
     """Lengths and sizes: one compiled kernel serves every value."""
-    return ["Lq", "Lk", *(f"Z{i}" for i in traits.sizes), *(f"C{c}_n{d}" for c in sorted(indirect(traits)) for d in range(traits.plan.program.captures[c].rank))]
+    return [
+        "Lq",
+        "Lk",
+        *(f"Z{i}" for i in traits.sizes),
+        *(f"C{c}_n{d}" for c in sorted(indirect(traits)) for d in range(traits.plan.program.captures[c].rank)),
+    ]
 
 
 def kernel(name: str, parameters: Sequence[str], constants: Sequence[str], fixed: Sequence[str], body: Sequence[str]) -> str:

@@ -1,0 +1,1 @@
+from fa_inductor.kernels.reference import KERNEL

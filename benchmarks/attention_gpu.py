@@ -100,7 +100,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs an NVIDIA GPU; benchmarks/cpu_attention.py is the one for a CPU")
-    harness.save("attention_gpu", DEVICE, run(args), args.out)
+    harness.save("attention", DEVICE, run(args), args.out)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def main() -> None:
         print(json.dumps(memory(args.memory_of, args, args.at)))
         return
     results = {**times(args), "peak bytes": memories(args)}
-    harness.save("cpu_attention", DEVICE, results, args.out)
+    harness.save("attention", DEVICE, results, args.out)
 
 
 if __name__ == "__main__":

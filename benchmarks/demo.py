@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import os
-import pathlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -200,8 +199,7 @@ def report(args: argparse.Namespace, device: torch.device) -> None:
 
     contender = make_contender("eager", args, device)
     print("fa_inductor.explain(model)(input_ids=...)\n")
-    text = str(fa_inductor.explain(contender.model)(input_ids=contender.tokens))
-    print(text.replace(str(pathlib.Path(sys.prefix)) + os.sep, ""), flush=True)
+    print(fa_inductor.explain(contender.model)(input_ids=contender.tokens), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from . import digits as D
-from .find import Candidate, is_dropout, reachable, score_contractions
+from .find import Candidate, blocker, is_dropout, reachable, score_contractions
 from .graph import GraphContext, storages_of
 from .index import ONE, Expr, Space, equal, product, shape_of
-from .lift import REINDEXED, Lifter, refuse
+from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
 from .operands import AxisName, as_view, candidates, chain, group_of
 from .patterns.contraction import Contraction, describe, is_contraction
 from .patterns.views import argument, name_of
@@ -76,8 +76,13 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
             if name_of(node) in _REDUCTIONS and any(_feeds_contraction(u) for u in node.users):
                 raise refuse(RENORMALISED, f"{node.target} over the probabilities stands between the softmax and the second matmul", node)
         raise refuse(NOT_ATTENTION, "its result reaches no matrix product", anchor.output)
-    firsts = score_contractions(anchor)
+    firsts, ends = score_contractions(anchor.input)
     if not firsts:
+        blocked = blocker(ends)
+        if blocked is not None and name_of(blocked) == "detach":
+            raise refuse(DETACHED, "the scores are detached before the softmax, so eager gets no gradient through them", blocked)
+        if blocked is not None:
+            raise refuse(UNSUPPORTED_OP, f"{blocked.target} stands between the score matmul and the softmax", blocked)
         raise refuse(NO_SCORES, "its input does not come from a matrix product", anchor.output)
     failure: Refused | None = None
     for second in candidate.contractions:
@@ -131,7 +136,10 @@ class _Region:
     def _roles(self, digits: D.Digits, guess: Lifted) -> D.Roles:
         free = lambda index: set().union(*(i.free_symbols for i in index)) & set(digits.extent)
         smallest = {w: min((free(i) for _, i in chain(guess.lifter.space, *guess.operand(w))), key=len) for w in ("k", "v")}
-        return D.assign(digits, free(self._softmax_index), smallest["k"], smallest["v"])
+        roles = D.assign(digits, free(self._softmax_index), smallest["k"], smallest["v"])
+        if not roles.query and any(x not in smallest["v"] for x in roles.batch + roles.heads):
+            raise refuse(NOT_CANONICAL, "the keys of the score matmul depend on the query's position (scores mixed across heads?)", self.first)
+        return roles
 
     def lift(self, space: Space, index: tuple[Expr, ...], names: dict[sympy.Symbol, str]) -> Lifted:
         """Both contractions and everything between them, read at ``index`` of the output.

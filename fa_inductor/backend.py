@@ -55,7 +55,7 @@ def flashattn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | 
         log.warn_once(message)
     settings: Any = torch._inductor.config.patch(parsed.inductor) if parsed.inductor else nullcontext()
     with settings:
-        compiled = _Compilation(gm, parsed.options)
+        compiled = Compilation(gm, parsed.options)
         rewritten = compiled.run()
         return _inductor(rewritten, example_inputs, parsed.inductor, compiled.fused)
 
@@ -92,7 +92,7 @@ class _Verdict:
 
 
 @dataclass
-class _Compilation:
+class Compilation:
     """One graph on its way through the pipeline."""
 
     original: fx.GraphModule

@@ -75,16 +75,18 @@ def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Explanat
     return run
 
 
-def _fresh_caller(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``model``, with a code object of its own.
+def _fresh_caller(self: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the model ``self``, with a code object of its own.
 
-    Dynamo caches compilations by code object: a new one is compiled afresh, into a cache of its own that goes with it.
+    Dynamo caches compilations by code object: a new one is compiled afresh, into a cache of its own that goes with it. The
+    model is called ``self``, so that the paths of its modules read as they do where the model itself is compiled.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
+        return self(*args, **kwargs)
 
-    return types.FunctionType(call.__code__.replace(), call.__globals__, "explained", closure=call.__closure__)
+    fresh: Callable[..., Any] = types.FunctionType(call.__code__.replace(), call.__globals__, "explained", closure=call.__closure__)
+    return fresh
 
 
 def _first_paragraph(reason: str) -> str:

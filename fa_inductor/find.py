@@ -63,11 +63,12 @@ def reachable(start: fx.Node, last: int, order: dict[fx.Node, int]) -> set[fx.No
     return seen
 
 
-def score_contractions(anchor: Softmax) -> list[fx.Node]:
-    """Contractions that the softmax's input is made of, through views and pointwise ops alone; nearest first."""
+def score_contractions(source: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(contractions that ``source`` is made of through views and pointwise ops alone, the ops that ended the search); nearest first."""
     found: list[fx.Node] = []
-    seen = {anchor.input}
-    queue = [anchor.input]
+    ends: list[fx.Node] = []
+    seen = {source}
+    queue = [source]
     while queue:
         node = queue.pop(0)
         if is_contraction(node):
@@ -77,4 +78,16 @@ def score_contractions(anchor: Softmax) -> list[fx.Node]:
                 if n not in seen:
                     seen.add(n)
                     queue.append(n)
-    return found
+        elif node.op == "call_function":
+            ends.append(node)
+    return found, ends
+
+
+def blocker(ends: list[fx.Node]) -> fx.Node | None:
+    """The op between a matrix product and the softmax that cannot be lifted, if there is one right behind it."""
+    for end in ends:
+        node = end.args[0] if name_of(end) == "getitem" else end  # one output of an op with several
+        assert isinstance(node, fx.Node)
+        if any(score_contractions(n)[0] for n in node.all_input_nodes):
+            return node
+    return None

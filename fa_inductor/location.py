@@ -14,6 +14,9 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _KEYED = re.compile(r"""(?:\._modules)?\[['"]?(?P<key>[^'"\]]+)['"]?\]""")
 _ROOT = re.compile(r"""^[LG]\[['"](?P<name>[^'"]+)['"]\]""")
 
+_COMPILED = ("self", "fn")
+"""What Dynamo calls the compiled module itself: ``fn`` where it has no forward in Python, as nn.Sequential."""
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -74,5 +77,5 @@ def module_path_of(node: fx.Node) -> str:
     path = str(list(stack.values())[-1][0])
     root = _ROOT.match(path)
     if root:
-        path = path[root.end() :] if root["name"] == "self" else root["name"] + path[root.end() :]
+        path = path[root.end() :] if root["name"] in _COMPILED else root["name"] + path[root.end() :]
     return _KEYED.sub(lambda m: f".{m['key']}", path).strip(".")

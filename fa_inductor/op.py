@@ -85,7 +85,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, *unused: Tensor | None) -> tupl
     if grad_out is not None and any(needs):
         given = iter(torch.ops.fa_inductor.attention_backward(grad_out, q, k, v, captures, ctx.sizes, ctx.dropout_p, seed, out, lse, extra0, extra1, needs, ctx.plan))
         found = [next(given) if wanted_one else None for wanted_one in needs]
-    return found[0], found[1], found[2], found[3:], [None] * len(ctx.sizes), None, None, None
+    sizes = None if ctx.sizes else []  # an empty list counts as a list of tensors
+    return found[0], found[1], found[2], found[3:], sizes, None, None, None
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

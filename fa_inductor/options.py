@@ -35,7 +35,6 @@ class Options:
         dump: folder that receives the numbered stages of every compiled graph.
         masked_rows: a row that may see no key gets what eager gives ("eager": NaN for -inf fills) or 0 ("zero").
         deterministic: None follows ``torch.use_deterministic_algorithms``.
-        always: fuse also where the cost model expects plain Inductor to be faster.
         disabled: plain Inductor, nothing is looked for (FA_INDUCTOR_DISABLE=1).
     """
 
@@ -44,7 +43,6 @@ class Options:
     dump: str | None = None
     masked_rows: Literal["eager", "zero"] = "eager"
     deterministic: bool | None = None
-    always: bool = False
     disabled: bool = False
 
 
@@ -129,7 +127,6 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "dump": _dump,
     "masked_rows": _masked_rows,
     "deterministic": _optional_bool,
-    "always": _bool,
 }
 
 

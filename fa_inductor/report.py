@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import linecache
+import textwrap
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -68,8 +69,13 @@ class SiteReport:
         return f"not fused: {self.refusal.code}" if self.refusal else "not fused"
 
     def __str__(self) -> str:
-        lines = [f"[{self.index}] {self.verdict}"]
-        rows = [("at", f"{self.location}  {self.source_line}".strip()), ("in", self.module_path), ("shapes", self.shapes)]
+        return self.block((self,))
+
+    def block(self, alike: tuple[SiteReport, ...]) -> str:
+        """The text of ``alike``: this site and others that differ from it only in their index, node and module."""
+        lines = [f"[{_ranges([site.index for site in alike])}] {self.verdict}"]
+        modules = textwrap.fill(", ".join(dict.fromkeys(site.module_path for site in alike if site.module_path)), 110)
+        rows = [("at", f"{self.location}  {self.source_line}".strip()), ("in", modules), ("shapes", self.shapes)]
         rows += [("labels", ", ".join(self.labels)), ("computes", self.program)]
         if self.refusal is not None:
             rows += [("why", self.refusal.text), *_elsewhere(self.refusal, self.location), ("advice", self.refusal.advice)]
@@ -103,9 +109,16 @@ class GraphReport:
             lines.append("  " + ", ".join(f"{stage} {seconds * 1000:.0f} ms" for stage, seconds in self.seconds.items()))
         for refusal in self.refusals:
             lines += [f"  the whole graph was left to Inductor: {refusal}", *_row("advice", refusal.advice)]
-        for site in self.sites:
-            lines += ["", str(site)]
+        for alike in self._alike():
+            lines += ["", alike[0].block(alike)]
         return "\n".join(lines)
+
+    def _alike(self) -> list[tuple[SiteReport, ...]]:
+        """Sites with the same verdict for the same reasons on the same line, together: the layers of a model."""
+        groups: dict[SiteReport, list[SiteReport]] = {}
+        for site in self.sites:
+            groups.setdefault(dataclasses.replace(site, index=0, softmax="", module_path="", refusal=_without_node(site.refusal)), []).append(site)
+        return [tuple(group) for group in groups.values()]
 
     def to_json(self) -> str:
         """Everything in the report; each refusal with its advice."""
@@ -141,6 +154,21 @@ def source_of(location: str) -> str:
     """The source line at "file:line", stripped; empty where it cannot be read."""
     file, _, line = location.rpartition(":")
     return linecache.getline(file, int(line)).strip() if file and line.isdigit() else ""
+
+
+def _without_node(refusal: Refusal | None) -> Refusal | None:
+    return refusal and dataclasses.replace(refusal, node="")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers in short: "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _elsewhere(refusal: Refusal, location: str) -> list[tuple[str, str]]:

@@ -103,6 +103,7 @@ def test_unknown_positions_are_empty(stack):
         ("L['self'].layers[3].attn", "layers.3.attn"),
         ("L['model'].h.0", "model.h.0"),
         ("G['net']", "net"),
+        ("L['fn'].0", "0"),  # what torch.compile calls a module without a Python forward
         ("transformer.h.0", "transformer.h.0"),
         ("", ""),
     ],

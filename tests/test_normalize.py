@@ -48,12 +48,13 @@ class Recorder:
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
-        return [g for r in self.results for g in (r.gm, *(sub for _, sub in r.subgraphs))]
+        """Of the last call: AOTAutograd may ask Dynamo to start again once it knows which numbers stay symbolic."""
+        result = self.results[-1]
+        return [result.gm, *(sub for _, sub in result.subgraphs)]
 
     @property
     def gm(self) -> fx.GraphModule:
-        (result,) = self.results
-        return result.gm
+        return self.results[-1].gm
 
     def targets(self) -> list[Any]:
         return [n.target for g in self.graphs for n in g.graph.nodes]
@@ -76,7 +77,7 @@ def _guards(gm: fx.GraphModule) -> tuple[int, int, int] | None:
         mode = getattr(n.meta["example_value"], "fake_mode", None)
         if mode is not None and mode.shape_env is not None:
             env = mode.shape_env
-            return len(env.guards), len(env.replacements), len(env.axioms)
+            return len(env.guards), len(env.replacements), len(env.deferred_runtime_asserts)
     return None
 
 
@@ -512,14 +513,14 @@ class Checkpointed(nn.Module):
         x = x * 2
         x = x + checkpoint(self.a, x, use_reentrant=False, **self.options)
         y = checkpoint(lambda t: checkpoint(self.b, t, use_reentrant=False) + t, x, use_reentrant=False, preserve_rng_state=True)
-        return F.relu(x, inplace=True) + y
+        return F.relu(x * 1, inplace=True) + y
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("compiler", [aot_eager, compile_fx], ids=["aot_eager", "inductor"])
 def test_checkpointed_attention_trains_as_in_eager(compiler, dynamic):
     recorder = check(Checkpointed, rand(2, 9, 16), compiler=compiler, dynamic=dynamic, tolerance=1e-4)
-    (result,) = recorder.results
+    result = recorder.results[-1]
     assert len(result.subgraphs) == 3
     for path, body in result.subgraphs:
         assert result.gm.get_submodule(path) is body
@@ -645,11 +646,10 @@ def normalised(f: Callable[..., Any], *inputs: Any) -> Any:
     return results[0]
 
 
-def test_an_error_becomes_a_refusal_with_its_place(monkeypatch):
+def test_an_error_becomes_a_refusal_with_its_place():
     def broken(*args, **kwargs):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(torch.nn.functional, "gelu", torch.fx.wrap("gelu") and F.gelu)
     graph = fx.Graph()
     x = graph.placeholder("x")
     with torch._subclasses.FakeTensorMode():

@@ -34,12 +34,11 @@ def test_our_options_are_kept_and_inductors_are_passed_on(tmp_path):
         "dump": tmp_path,
         "masked_rows": "zero",
         "deterministic": True,
-        "always": True,
         "max_autotune": True,
         "triton.cudagraphs": False,
     }
     parsed = parse(given, None, {})
-    assert parsed.options == Options("tiled", True, str(tmp_path), "zero", True, True)
+    assert parsed.options == Options("tiled", True, str(tmp_path), "zero", True)
     assert parsed.inductor == {"max_autotune": True, "triton.cudagraphs": False}
     assert parsed.messages == ()
     assert set(given) >= {"kernel", "max_autotune"}, "the caller's dictionary is left alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import threading
@@ -109,6 +110,33 @@ graph 0: 0 softmaxes, 0 fused, 0 not""",
             """\
 0 graph(s), 0 graph break(s), 0 softmax(es) fused, 0 not
 Dynamo made no graph: the call ran eagerly (TORCH_LOGS=dynamo says why)""",
+        )
+
+    def test_layers_share_a_block(self):
+        first = SiteReport(0, "softmax", "model.py:12", module_path="layers.0.attn", fused=True, kernel="tiled", shapes="q (1, 2, 8, 4)")
+        narrow = dataclasses.replace(first, index=2, module_path="layers.2.attn", shapes="q (1, 2, 4, 4)")
+        others = [dataclasses.replace(first, index=i, softmax=f"softmax_{i}", module_path=f"layers.{i}.attn") for i in (1, 3)]
+        refused = [SiteReport(i, f"softmax_{i}", "model.py:40", refusal=Refusal("test_axis", "over heads", f"softmax_{i}", "model.py:40")) for i in (4, 5)]
+        graph = GraphReport("graph 2", (first, others[0], narrow, others[1], *refused))
+        self.assertExpectedInline(
+            str(graph),
+            """\
+graph 2: 6 softmaxes, 4 fused, 2 not
+
+[0-1, 3] fused by tiled
+    at               model.py:12
+    in               layers.0.attn, layers.1.attn, layers.3.attn
+    shapes           q (1, 2, 8, 4)
+
+[2] fused by tiled
+    at               model.py:12
+    in               layers.2.attn
+    shapes           q (1, 2, 4, 4)
+
+[4-5] not fused: test_axis
+    at               model.py:40
+    why              over heads
+    advice           normalise over the key axis""",
         )
 
 

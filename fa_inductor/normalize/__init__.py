@@ -11,7 +11,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -23,7 +25,7 @@ from .fakes import find_fake_mode, fresh_copies
 from .functional import functionalise
 from .modes import modes
 from .state import ambient, restored
-from .trace import Trace, TraceError, retrace
+from .trace import BodyCall, Trace, TraceError, retrace
 
 __all__ = ["Normalized", "normalize"]
 
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 FAILED = declare("normalize_failed", "The graph was compiled by Inductor as it is; please report the message together with the code at that line.")
 NO_TENSORS = declare("normalize_no_tensors", "Nothing to do: the graph has no tensor input.")
+METADATA = declare("normalize_input_metadata", "Use the operator without the underscore, as x.t(), to have the graph analysed.")
 SUBCLASS = declare("normalize_tensor_subclass", "Tensor subclasses (DTensor, quantised weights) are compiled by Inductor as they are.")
 
 
@@ -74,6 +77,7 @@ def _fake_mode(values: tuple[Any, ...]) -> FakeTensorMode:
 def _normalize(gm: fx.GraphModule, values: tuple[Any, ...], mode: FakeTensorMode) -> Normalized:
     """Under the grad mode and autocast that are to surround the graph."""
     trace = retrace(gm, fresh_copies(values, mode), mode)
+    _check_metadata_updates(trace.gm)
     subgraphs, left, writers = _normalize_bodies(trace, mode)
     clean = frozenset(c.node for c in trace.bodies if c.path not in writers)
     grad, autocast = ambient()
@@ -86,12 +90,22 @@ def _normalize(gm: fx.GraphModule, values: tuple[Any, ...], mode: FakeTensorMode
     return Normalized(trace.gm, tuple(subgraphs), tuple(left))
 
 
+def _check_metadata_updates(gm: fx.GraphModule) -> None:
+    """Dynamo's example of an input whose metadata is changed in place (``x.t_()``) may already show it changed: not a start to trace from."""
+    for node in gm.graph.nodes:
+        if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags and writes_inputs(gm, node):
+            raise Refused(Refusal(METADATA, f"{node.target} changes an input's shape or strides in place", node.name, location_of(node)))
+
+
 def _normalize_bodies(trace: Trace, mode: FakeTensorMode) -> tuple[list[tuple[str, fx.GraphModule]], list[str], set[str]]:
     """Normalise each body in place (once, also when several nodes call it); the third result names those that write an operand."""
     subgraphs: list[tuple[str, fx.GraphModule]] = []
     left: list[str] = []
     writers: set[str] = set()
-    for path, call in {c.path: c for c in reversed(trace.bodies)}.items():
+    calls: dict[str, BodyCall] = {}
+    for call in trace.bodies:
+        calls.setdefault(call.path, call)
+    for path, call in calls.items():
         with restored(call.ambient):
             inner = _normalize(trace.gm.get_submodule(path), call.operands, mode)  # type: ignore[arg-type]
         trace.gm.set_submodule(path, inner.gm)

@@ -132,10 +132,10 @@ def _mark_aliased_outputs(storages: dict[int, Storage], output: fx.Node) -> None
             seen[key] = node
 
 
-def writes_inputs(gm: fx.GraphModule) -> bool:
-    """Whether any operator of the graph writes memory that a placeholder or attribute owns."""
-    owned = frozenset().union(*(storage_keys(n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")))
-    return any(owned & storage_keys(w) for node in gm.graph.nodes for w in written_args(node))
+def writes_inputs(gm: fx.GraphModule, *only: fx.Node) -> bool:
+    """Whether an operator of the graph (or one of ``only``) writes memory that a placeholder or attribute owns."""
+    owned = frozenset[int]().union(*(storage_keys(n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")))
+    return any(owned & storage_keys(w) for node in only or gm.graph.nodes for w in written_args(node))
 
 
 def same_place(a: fx.Node, b: fx.Node) -> bool:

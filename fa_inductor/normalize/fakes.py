@@ -31,11 +31,13 @@ def fresh_copies(values: Any, mode: FakeTensorMode) -> Any:
     def copy(value: Any) -> Any:
         if not isinstance(value, FakeTensor):
             return value
-        if not value.requires_grad:
-            return value.data
-        if value.is_leaf:
-            return value.data.requires_grad_()
-        return _NonLeaf.apply(anchor, value)  # type: ignore[no-untyped-call]
+        if not value.requires_grad or value.is_leaf:
+            copied = value.data.requires_grad_(value.requires_grad)
+        else:
+            copied = _NonLeaf.apply(anchor, value)  # type: ignore[no-untyped-call]
+        if value.item_memo is not None:  # a Python number that Dynamo made an input
+            copied.item_memo = value.item_memo
+        return copied
 
     with torch.enable_grad(), mode:
         anchor = torch.zeros((), requires_grad=True)

@@ -10,6 +10,7 @@ call of the outer graph and yields the fake values that Dynamo computed for it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -135,7 +136,10 @@ def retrace(gm: fx.GraphModule, values: tuple[Any, ...], mode: FakeTensorMode) -
     def run(*args: Any) -> Any:
         return interpreter.run(*args, enable_io_processing=False)
 
-    with restored(), fx.traceback.preserve_node_meta(), mode:
+    # every size this asks about was asked, and guarded on, when Dynamo ran the same calls; guards that only describe
+    # results (contiguity) would be new
+    quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext()
+    with restored(), fx.traceback.preserve_node_meta(), mode, quiet:
         traced = make_fx(run, pre_dispatch=True, tracing_mode="real")(*values)
     adopt_placeholders(traced, gm)
     inline_constants(traced, gm, mode)

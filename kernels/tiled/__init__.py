@@ -14,7 +14,7 @@ from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Ne
 from .ops import tiled_backward, tiled_forward
 
 DTYPE = declare("tiled_dtype", "The tiled kernel computes in fp32 and takes float32, bfloat16 and float16 inputs.")
-Q_TILE, K_TILE, ELEMENTS = 128, 512, 1 << 19
+Q_TILE, K_TILE, ELEMENTS = 128, 512, 1 << 18
 
 
 class TiledKernel:

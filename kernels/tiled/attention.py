@@ -301,7 +301,9 @@ class Backward:
             dk, dv = torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
             for rows in ranges(call.shape.lq, call.tiles.q):
                 self.tile(chunk, rows, dk, dv)
-            for result, gradient, scale, need in ((self.results[1], dk, self.steps.dscore_scale, self.needs[1]), (self.results[2], dv, call.keep_scale, self.needs[2])):
+            key = (self.results[1], dk, self.steps.dscore_scale, self.needs[1])
+            value = (self.results[2], dv, call.keep_scale, self.needs[2])
+            for result, gradient, scale, need in (key, value):
                 if need:
                     place = result[chunk.b[0] : chunk.b[1], chunk.kv[0] : chunk.kv[1]]
                     place.copy_(gradient.mul_(scale).view(place.shape))

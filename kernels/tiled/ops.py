@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ def compiled(plan: str) -> Compiled:
 
 @torch.library.custom_op("fa_inductor::tiled_forward", mutates_args=())
 def tiled_forward(
-    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], dropout_p: float, seed: Optional[Tensor], plan: str
+    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], dropout_p: float, seed: Tensor | None, plan: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, high part of lse, low part of lse)."""
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -31,7 +30,7 @@ def tiled_forward(
 
 @tiled_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], dropout_p: float, seed: Optional[Tensor], plan: str
+    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], dropout_p: float, seed: Tensor | None, plan: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = empty_output(q, v.shape[3], str(Plan.from_text(plan).get("layout")))
     return out, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -45,7 +44,7 @@ def tiled_backward(
     captures: Sequence[Tensor],
     sizes: Sequence[int],
     dropout_p: float,
-    seed: Optional[Tensor],
+    seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,
@@ -66,7 +65,7 @@ def _(
     captures: Sequence[Tensor],
     sizes: Sequence[int],
     dropout_p: float,
-    seed: Optional[Tensor],
+    seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
     lse_low: Tensor,

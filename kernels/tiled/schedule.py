@@ -65,7 +65,9 @@ def ranges(stop: int, step: int, start: int = 0) -> Iterator[Range]:
 class Visibility:
     """The mask of one call: bounds of ``k - q`` and the key predicate, evaluated once at its own broadcast shape."""
 
-    def __init__(self, mask: MaskFacts | None, program: ScoreProgram, shape: Shape, captures: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, mask: MaskFacts | None, program: ScoreProgram, shape: Shape, captures: Sequence[Tensor], sizes: Sequence[int], device: torch.device
+    ) -> None:
         self.mask, self.shape, self.device = mask, shape, device
         self.upper: int | None = None
         self.lower: int | None = None
@@ -114,8 +116,8 @@ class Visibility:
                 self._patterns[place] = self._bits(self._by_bounds(rows, keys))
             return self._patterns[place]
         assert self.key is not None and heads is not None
-        key = self.key
-        key = key[slice(*batches) if key.shape[0] > 1 else slice(None), slice(*heads) if key.shape[1] > 1 else slice(None), :, slice(*keys) if key.shape[3] > 1 else slice(None)]
+        box = (slice(*batches), slice(*heads), slice(None), slice(*keys))
+        key = self.key[tuple(part if n > 1 else slice(None) for part, n in zip(box, self.key.shape, strict=True))]
         start, stop = self.seen_by_all(rows, keys)
         return self._bits(key if (start, stop) == keys else key & self._by_bounds(rows, keys))
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fa_inductor.request import Forward, Gradients, Inputs, Needs, Plan, Size
 
-from .codegen import columns_kernel, delta_kernel, dense_kernel, rows_kernel, traits_of
+from .codegen import columns_kernel, delta_kernel, dense_kernel, rows_kernel, sum_kernel, traits_of
 from .launch import common_arguments, empty_like_order, launch, tensor_arguments, tiles
 from .template_backward import Wanted
+from .text import strided
 from .traits import LoadGradient, Traits
 
 _PROGRAMS = 1024  # dense gradients: programs that keep a large GPU busy
@@ -66,7 +67,7 @@ def _rows(
         arguments |= tensor_arguments({"DQ": dq})
     for i, gradient in enumerate(partials):
         arguments[f"G{i}"] = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
-        sums.append((gradient, arguments[f"G{i}"][..., None]))
+        sums.append((gradient, arguments[f"G{i}"].unsqueeze(3)))
     size = int(plan.get("rows_m"))
     launch(rows_kernel(plan, want, partials), tiles(length, size) * batch * heads, arguments, **_options(plan, "rows"))
     return dq
@@ -81,14 +82,25 @@ def _columns(
     batch, kv_heads, length, _ = k.shape
     dk = empty_like_order(k, k.shape) if needs.k else None
     dv = empty_like_order(v, v.shape) if needs.v else None
-    want = Wanted(frozenset(("k" if needs.k else "") + ("v" if needs.v else "")), tuple(sorted({g.capture for g in partials})))
     arguments = shared | tensor_arguments({name: t for name, t in (("DK", dk), ("DV", dv)) if t is not None})
     for i, gradient in enumerate(partials):
         arguments[f"G{i}"] = torch.empty((batch, inputs.q.shape[1], length), dtype=torch.float32, device=k.device)
-        sums.append((gradient, arguments[f"G{i}"][:, :, None]))
-    size = int(plan.get("columns_n"))
-    launch(columns_kernel(plan, want, partials), tiles(length, size) * batch * kv_heads, arguments, **_options(plan, "columns"))
+        sums.append((gradient, arguments[f"G{i}"].unsqueeze(2)))
+    programs = tiles(length, int(plan.get("columns_n"))) * batch * kv_heads
+    for tensors, loads in _parts(plan, needs, partials):
+        want = Wanted(tensors, tuple(sorted({g.capture for g in loads})))
+        left_out = {name for letter in "kv" if letter not in tensors for name in strided((f"D{letter.upper()}",))}
+        left_out |= set() if loads else {f"G{i}" for i, _ in enumerate(partials)}
+        launch(columns_kernel(plan, want, loads), programs, {a: x for a, x in arguments.items() if a not in left_out}, **_options(plan, "columns"))
     return dk, dv
+
+
+def _parts(plan: Plan, needs: Needs, partials: tuple[LoadGradient, ...]) -> list[tuple[frozenset[str], tuple[LoadGradient, ...]]]:
+    """Launches of the columns kernel: one, or two where both accumulators do not fit into registers."""
+    both = frozenset(("k" if needs.k else "") + ("v" if needs.v else ""))
+    if not plan.get("split") or not needs.v or not (needs.k or partials):
+        return [(both, partials)]
+    return [(frozenset("v"), ()), (both - {"v"}, partials)]
 
 
 def _options(plan: Plan, kernel: str) -> dict[str, Any]:
@@ -104,12 +116,17 @@ def _dense(plan: Plan, inputs: Inputs, shared: dict[str, Any], gradient: LoadGra
     batches, kept_heads = batch if "b" in letters else 1, heads if "h" in letters else 1
     options = _options(plan, "dense")
     grid = tiles(length, options["BLOCK_M"]) * tiles(keys, options["BLOCK_N"]) * batches * kept_heads
+    # flat, so that no shape holds the number of chunks and nothing asks whether it is 1
+    out = torch.empty((batches, kept_heads, length, keys), dtype=inputs.captures[gradient.capture].dtype, device=inputs.q.device)
+    elements = batches * kept_heads * length * keys
     whole = "b" in letters and "h" in letters
     chunks = 1 if whole else _chunks(grid, (1 if "b" in letters else batch) * (1 if "h" in letters else heads))
-    dtype = inputs.captures[gradient.capture].dtype if whole else torch.float32
-    out = torch.empty((chunks, batches, kept_heads, length, keys), dtype=dtype, device=inputs.q.device)
-    launch(dense_kernel(plan, gradient), grid * chunks, shared | {"G0": out, "B": batch, "CHUNKS": chunks}, **options)
-    return out[0] if whole else out.sum(0)
+    parts = out if whole else torch.empty((chunks * elements,), dtype=torch.float32, device=inputs.q.device)
+    launch(dense_kernel(plan, gradient), grid * chunks, shared | {"G0": parts, "B": batch, "CHUNKS": chunks}, **options)
+    if not whole:
+        sizes = {"PARTS": parts, "OUT": out, "elements": elements, "CHUNKS": chunks}
+        launch(sum_kernel(plan), tiles(elements, 1024), sizes, BLOCK=1024, num_warps=4, num_stages=1)
+    return out
 
 
 def _chunks(programs: Size, members: Size) -> Size:
@@ -134,13 +151,11 @@ def _place(tensor: Tensor, gradient: LoadGradient, value: Tensor) -> Tensor:
     """Permute (b, h, q, k) order into the tensor's, at the constant indices that the load uses."""
     letters = [a for a in gradient.axes if isinstance(a, str)]
     value = value.permute([gradient.letters.index(a) for a in letters])
-    if len(letters) == len(gradient.axes):
-        return value
-    out = torch.zeros(tensor.shape, dtype=value.dtype, device=value.device)
-    window = out
-    for d in range(len(gradient.axes) - 1, -1, -1):
-        axis = gradient.axes[d]
+    for d, axis in enumerate(gradient.axes):
         if isinstance(axis, int):
-            window = window.select(d, axis)
-    window.copy_(value)
-    return out
+            size = tensor.shape[d]
+            value = value.unsqueeze(d)
+            if not (isinstance(size, int) and size == 1):  # zeros at the indices that are never read
+                after = value.ndim - 1 - d
+                value = torch.constant_pad_nd(value, [0, 0] * after + [axis % size, size - 1 - axis % size])
+    return value

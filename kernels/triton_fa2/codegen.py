@@ -17,8 +17,8 @@ from typing import Any
 
 from fa_inductor.request import Plan
 
-from .helpers import KEEP, TANH_APPROXIMATE, TANH_EXACT
-from .template_backward import Wanted, columns_source, delta_source, dense_source, rows_source
+from .helpers import KEEP, PHILOX, PHILOX_ASSEMBLY, TANH_APPROXIMATE, TANH_EXACT
+from .template_backward import SUM, Wanted, columns_source, delta_source, dense_source, rows_source
 from .template_forward import forward_source
 from .traits import LoadGradient, Traits
 
@@ -38,7 +38,7 @@ def interpreting() -> bool:
 
 def module_text(traits: Traits, kernel: str, on_gpu: bool = True) -> str:
     """The module that holds one kernel and the device functions that it calls."""
-    helpers = KEEP if "fa2_keep(" in kernel else ""
+    helpers = (PHILOX_ASSEMBLY if on_gpu else PHILOX) + KEEP if "fa2_keep(" in kernel else ""
     if "fa2_tanh(" in kernel:
         helpers += TANH_APPROXIMATE if on_gpu and not traits.plan.get("precision") else TANH_EXACT
     return f"{_HEADER}\n{helpers}\n\n{kernel}"
@@ -111,3 +111,8 @@ def columns_kernel(plan: Plan, want: Wanted, partials: tuple[LoadGradient, ...])
 def dense_kernel(plan: Plan, gradient: LoadGradient) -> Any:
     traits = traits_of(plan)
     return build(traits, dense_source(traits, gradient), "fa2_backward_dense")
+
+
+@lru_cache(maxsize=512)
+def sum_kernel(plan: Plan) -> Any:
+    return build(traits_of(plan), SUM, "fa2_sum")

@@ -50,6 +50,7 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
         "dv": dv,
         "group": int(request.q.shape[1]) // int(request.k.shape[1]),
         "dropout": request.dropout_p > 0,
+        "split": wide == 256 and size == 2,
         "precision": "" if request.q.dtype != torch.float32 else f', input_precision="{"tf32" if request.tf32 else "ieee"}"',
     }
     for name, launch in launches.items():
@@ -60,27 +61,25 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
 
 def _forward(wide: int, size: int, hopper: bool) -> Launch:
     if size == 4:
-        return Launch(64, 32, 4, 2) if wide <= 128 else Launch(32, 16, 4, 1)
+        return Launch(64, 32, 4, 2) if wide <= 32 else Launch(64, 32, 8, 2) if wide <= 64 else Launch(32, 32, 8, 1) if wide <= 128 else Launch(16, 16, 4, 1)
     if hopper:
-        return {16: Launch(128, 128, 4, 3), 32: Launch(128, 128, 4, 3), 64: Launch(128, 128, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 2)}[
-            wide
-        ]
+        return Launch(128, 128, 4, 3) if wide <= 64 else Launch(128, 64, 8, 3) if wide <= 128 else Launch(128, 64, 8, 2)
     return Launch(128, 64, 4, 3) if wide <= 64 else Launch(128, 64, 8, 2) if wide <= 128 else Launch(64, 32, 8, 2)
 
 
 def _rows(wide: int, size: int, hopper: bool) -> Launch:
     if size == 4:
-        return Launch(32, 32, 4, 1) if wide <= 128 else Launch(16, 16, 4, 1)
+        return Launch(32, 32, 4, 1) if wide <= 64 else Launch(32, 32, 8, 1) if wide <= 128 else Launch(16, 16, 4, 1)
     if hopper:
-        return Launch(128, 64, 8, 3) if wide <= 64 else Launch(128, 64, 8, 2) if wide <= 128 else Launch(64, 32, 8, 1)
+        return Launch(128, 64, 8, 3) if wide <= 64 else Launch(128, 64, 8, 2) if wide <= 128 else Launch(128, 32, 8, 2)
     return Launch(64, 64, 4, 2) if wide <= 64 else Launch(64, 64, 8, 1) if wide <= 128 else Launch(32, 32, 8, 1)
 
 
 def _columns(wide: int, size: int, hopper: bool) -> Launch:
     if size == 4:
-        return Launch(32, 32, 4, 1) if wide <= 128 else Launch(16, 16, 4, 1)
+        return Launch(32, 32, 4, 1) if wide <= 64 else Launch(32, 32, 8, 1) if wide <= 128 else Launch(16, 16, 4, 1)
     if hopper:
-        return Launch(64, 128, 8, 3) if wide <= 64 else Launch(64, 128, 8, 2) if wide <= 128 else Launch(32, 64, 8, 1)
+        return Launch(64, 128, 8, 3) if wide <= 64 else Launch(32, 128, 8, 2)
     return Launch(64, 64, 4, 2) if wide <= 64 else Launch(32, 64, 8, 1) if wide <= 128 else Launch(32, 32, 8, 1)
 
 

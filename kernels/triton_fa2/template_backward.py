@@ -451,3 +451,16 @@ def _visible_tile(traits: Traits) -> list[str]:
     tests = [f"(n0 <= tl.minimum(m0 + BLOCK_M, Lq) - 1 + {upper})"] if upper else []
     tests += [f"(tl.minimum(n0 + BLOCK_N, Lk) - 1 >= m0 + {lower})"] if lower else []
     return [f"end = tl.where({' & '.join(tests)}, end, begin)"]
+
+
+SUM = """
+@triton.jit(do_not_specialize=["CHUNKS", "elements"])
+def fa2_sum(PARTS, OUT, elements, CHUNKS, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < elements
+    total = tl.zeros([BLOCK], tl.float32)
+    for chunk in tl.range(0, CHUNKS):
+        total += tl.load(PARTS + (at * 0 + chunk) * elements + at, mask=inside, other=0.0)
+    tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=inside)
+"""
+"""Adds up the chunks of a dense gradient."""

@@ -202,7 +202,9 @@ def post_factor(traits: Traits, loop: str, prefix: str) -> tuple[list[str], list
 
 DROPOUT_SETUP = [
     "offset = tl.load(SEED + 1)",
-    "seed = tl.load(SEED) ^ ((offset >> 32) << 32)",
-    "threshold = (dropout_p * 65536.0 + 0.5).to(tl.int32)",
-    "keep_scale = tl.where(threshold >= 65536, 0.0, 65536.0 / tl.maximum(65536 - threshold, 1).to(tl.float32))",
+    "seed = tl.load(SEED)",
+    "rejected = (tl.full([], 65536.0, tl.float32) * dropout_p + 0.5).to(tl.int32)",
+    "threshold = rejected.to(tl.uint32) << 16",
+    "keep_scale = tl.where(rejected >= 65536, 0.0, 65536.0 / tl.maximum(65536 - rejected, 1).to(tl.float32))",
 ]
+"""16 random bits an element: the probability is rounded to a multiple of 2**-16, and so is the scale that undoes it."""

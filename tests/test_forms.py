@@ -1,0 +1,520 @@
+"""Attention in its spellings: each must fuse and match eager, forward and backward; each near miss must be refused with its code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusing import check, sites_of
+from torch import Tensor
+
+Case = tuple[Callable[..., Any], Callable[[], list[Any]]]
+FORMS: dict[str, Case] = {}
+B, H, L, D = 2, 3, 17, 8
+
+
+def rand(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(*shape).requires_grad_(grad)
+
+
+def qkv(heads: int = H, lk: int = L, dv: int = D) -> list[Any]:
+    return [rand(B, H, L, D), rand(B, heads, lk, D), rand(B, heads, lk, dv)]
+
+
+def form(inputs: Callable[[], list[Any]] = qkv) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        FORMS[function.__name__] = function, inputs
+        return function
+
+    return register
+
+
+# -- softmax spellings ---------------------------------------------------------------------------------------------------
+@form()
+def softmax_method(q, k, v):
+    return (q @ k.transpose(-2, -1) / D**0.5).softmax(-1) @ v
+
+
+@form()
+def softmax_module(q, k, v):
+    return torch.nn.Softmax(dim=-1)(q @ k.mT * 0.3) @ v
+
+
+@form()
+def softmax_fp32(q, k, v):
+    return F.softmax(q @ k.mT, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+@form()
+def exp_over_sum(q, k, v):
+    e = torch.exp(q @ k.mT * 0.2)
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+@form()
+def exp_minus_max(q, k, v):
+    s = q @ k.mT * 0.2
+    e = torch.exp(s - s.max(dim=-1, keepdim=True).values)
+    return e / e.sum(dim=-1, keepdim=True) @ v
+
+
+@form()
+def exp_minus_amax_detached(q, k, v):
+    s = q @ k.mT * 0.2
+    e = (s - s.amax(-1, keepdim=True).detach()).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@form()
+def log_softmax_exp(q, k, v):
+    return F.log_softmax(q @ k.mT, -1).exp() @ v
+
+
+@form()
+def minus_logsumexp(q, k, v):
+    s = q @ k.mT * 0.2
+    return torch.exp(s - torch.logsumexp(s, -1, keepdim=True)) @ v
+
+
+# -- matmul spellings ----------------------------------------------------------------------------------------------------
+@form()
+def einsum_heads_first(q, k, v):
+    return torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v)
+
+
+@form(lambda: [rand(B, L, H, D), rand(B, L + 3, H, D), rand(B, L + 3, H, D)])
+def einsum_heads_last(q, k, v):
+    a = torch.einsum("bihd,bjhd->bhij", q, k) * D**-0.5
+    return torch.einsum("bhij,bjhd->bihd", a.softmax(-1), v)
+
+
+@form(lambda: [rand(B, L, H, D), rand(B, L, H, D), rand(B, L, H, D)])
+def einsum_ellipsis(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.einsum("...qk,...kd->...qd", torch.einsum("...qd,...kd->...qk", q, k).softmax(-1), v)
+
+
+@form()
+def scores_transposed(q, k, v):
+    s = (k @ q.transpose(-1, -2)).softmax(dim=-2)  # (b, h, key, query), normalised over keys
+    return s.transpose(-1, -2) @ v
+
+
+@form()
+def output_transposed(q, k, v):
+    return v.mT @ (q @ k.mT).softmax(-1).mT
+
+
+@form(lambda: [rand(B * H, L, D), rand(B * H, L, D), rand(B * H, L, D)])
+def three_dimensional_bmm(q, k, v):
+    return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.3, -1), v)
+
+
+@form(lambda: [rand(B * H, L, D), rand(B * H, L, D), rand(B * H, L, D), rand(B * H, L, L)])
+def baddbmm(q, k, v, bias):
+    return torch.bmm(torch.baddbmm(bias, q, k.transpose(1, 2), beta=0.5, alpha=0.25).softmax(-1), v)
+
+
+@form(lambda: [rand(L, D), rand(L, D), rand(L, D)])
+def two_dimensional(q, k, v):
+    return (q @ k.T).softmax(-1) @ v
+
+
+@form(lambda: [rand(2, 3, H, L, D), rand(2, 3, H, L, D), rand(2, 3, H, L, D), rand(2, 1, H, L, L), rand(2, 3, 1, 1, L)])
+def five_dimensional_two_biases(q, k, v, pair, row):
+    return ((q @ k.mT) * 0.3 + pair + row).softmax(-1) @ v
+
+
+@form(lambda: [rand(B, L, H * D), rand(B, L, H * D), rand(B, L, H * D), torch.rand(B, 1, L, L) > 0.3])
+def merged_batch_and_heads_masked(q, k, v, m):
+    def shape(x):
+        return x.view(B, L, H, D).transpose(1, 2).reshape(B * H, L, D)
+
+    q, k, v = shape(q) * D**-0.5, shape(k), shape(v)
+    s = torch.bmm(q, k.transpose(1, 2)).view(B, H, L, L) + torch.where(m, 0.0, torch.finfo(torch.bfloat16).min).to(q.dtype)
+    p = s.view(B * H, L, L).softmax(-1)
+    return torch.bmm(p, v).view(B, H, L, D).transpose(1, 2).reshape(B, L, H * D)
+
+
+# -- scale -----------------------------------------------------------------------------------------------------------------
+@form()
+def scale_on_queries(q, k, v):
+    return ((q * D**-0.5) @ k.mT).softmax(-1) @ v
+
+
+@form()
+def scale_on_both(q, k, v):
+    return ((q * D**-0.25) @ (k * D**-0.25).mT).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), torch.tensor(0.3, requires_grad=True)])
+def scale_learned(q, k, v, t):
+    return (q @ k.mT / t).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(H, 1, 1)])
+def scale_per_head(q, k, v, t):
+    return (q @ k.mT * t.clamp(max=0.0).exp()).softmax(-1) @ v
+
+
+@form()
+def scale_from_shape(q, k, v):
+    return (q @ k.mT / math.sqrt(k.shape[-1])).softmax(-1) @ v
+
+
+# -- masks and biases --------------------------------------------------------------------------------------------------------
+@form()
+def causal_triu(q, k, v):
+    m = torch.triu(torch.ones(L, L, dtype=torch.bool), diagonal=1)
+    return (q @ k.mT).masked_fill(m, -math.inf).softmax(-1) @ v
+
+
+@form()
+def causal_additive_triu(q, k, v):
+    m = torch.full((L, L), -math.inf).triu(1)
+    return (q @ k.mT + m).softmax(-1) @ v
+
+
+@form()
+def causal_arange(q, k, v):
+    i = torch.arange(q.size(-2))
+    return torch.where(i[:, None] >= i[None, :], q @ k.mT, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+@form(lambda: qkv(lk=L + 5))
+def causal_bottom_right(q, k, v):
+    i, j = torch.arange(q.size(-2)) + k.size(-2) - q.size(-2), torch.arange(k.size(-2))
+    return (q @ k.mT).masked_fill(j[None] > i[:, None], -math.inf).softmax(-1) @ v
+
+
+@form()
+def causal_inplace(q, k, v):
+    s = q @ k.mT
+    s /= D**0.5
+    s.masked_fill_(torch.ones(L, L, dtype=torch.bool).triu(1), -1e9)
+    return s.softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), torch.ones(1, 1, 64, 64).tril()])
+def causal_buffer(q, k, v, tri):
+    return (q @ k.mT).masked_fill(tri[:, :, :L, :L] == 0, -math.inf).softmax(-1) @ v
+
+
+@form()
+def window(q, k, v):
+    i = torch.arange(L)
+    d = i[:, None] - i[None, :]
+    return (q @ k.mT).masked_fill(~((d >= 0) & (d < 5)), -math.inf).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), torch.arange(L)[None] < torch.tensor([[L], [5]])])
+def key_padding(q, k, v, m):
+    return (q @ k.mT).masked_fill(~m[:, None, None, :], -1e9).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), torch.arange(L)[None] < torch.tensor([[L], [0]])])
+def key_padding_of_everything(q, k, v, m):
+    return (q @ k.mT).masked_fill(~m[:, None, None, :], -1e9).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), (torch.arange(L)[None] < torch.tensor([[L], [0]]))])
+def no_visible_key_is_nan(q, k, v, m):
+    return (q @ k.mT).masked_fill(~m[:, None, None, :], -math.inf).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), (torch.arange(L)[None] < torch.tensor([[L], [5]])).long()])
+def padding_one_minus(q, k, v, m):
+    return (q @ k.mT + (1.0 - m[:, None, None, :].float()) * -10000.0).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(L, grad=False)])
+def one_dimensional_mask(q, k, v, m):
+    return (q @ k.mT + m).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(1, H, L, L)])
+def learned_bias(q, k, v, bias):
+    return (bias + q @ k.mT * 0.3).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(B, 1, 1, L), rand(H, L, L)])
+def two_learned_biases_scaled(q, k, v, row, pair):
+    return ((q @ k.mT + row + pair) * 0.3).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(2 * L - 1, H)])
+def relative_table(q, k, v, table):
+    i = torch.arange(L)
+    bias = table[i[:, None] - i[None, :] + L - 1].permute(2, 0, 1)
+    return (q @ k.mT + bias).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(H)])
+def alibi(q, k, v, slopes):
+    i = torch.arange(L)
+    return (q @ k.mT - slopes[:, None, None] * (i[:, None] - i[None, :]).abs()).softmax(-1) @ v
+
+
+@form()
+def softcap(q, k, v):
+    return (20 * torch.tanh(q @ k.mT / 20)).softmax(-1) @ v
+
+
+@form()
+def clamped(q, k, v):
+    return (q @ k.mT).clamp(min=-2, max=2).softmax(-1) @ v
+
+
+# -- heads ---------------------------------------------------------------------------------------------------------------
+@form(lambda: [rand(B, 6, L, D), rand(B, 2, L, D), rand(B, 2, L, D)])
+def grouped_repeat_interleave(q, k, v):
+    return (q @ k.repeat_interleave(3, dim=1).mT).softmax(-1) @ v.repeat_interleave(3, dim=1)
+
+
+@form(lambda: [rand(B, 6, L, D), rand(B, 2, L, D), rand(B, 2, L, D)])
+def grouped_expand_reshape(q, k, v):
+    k, v = (x[:, :, None].expand(B, 2, 3, L, D).reshape(B, 6, L, D) for x in (k, v))
+    return (q @ k.transpose(2, 3)).softmax(-1) @ v
+
+
+@form(lambda: [rand(B, H, L, D), rand(B, 1, L, D), rand(B, 1, L, D)])
+def multi_query_broadcast(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@form(lambda: [rand(B, H, L, D), rand(B, L, D), rand(B, L, D)])
+def multi_query_einsum(q, k, v):
+    return torch.einsum("bhij,bjd->bhid", torch.einsum("bhid,bjd->bhij", q, k).softmax(-1), v)
+
+
+@form(lambda: [rand(B, L, 3 * H * D)])
+def packed_qkv(x):
+    q, k, v = x.view(B, L, 3, H, D).permute(2, 0, 3, 1, 4)
+    return (q @ k.mT).softmax(-1).matmul(v).transpose(1, 2).reshape(B, L, H * D)
+
+
+@form(lambda: [rand(B, L, 3 * H * D)])
+def packed_chunk(x):
+    q, k, v = (y.view(B, L, H, D).transpose(1, 2) for y in x.chunk(3, -1))
+    return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).contiguous().view(B, L, H * D)
+
+
+@form(lambda: [rand(2, 8, 64), rand(2, 8, 64), rand(2, 8, 64)])
+def keys_permuted_over_channels(q, k, v):
+    """pytorch#195320: with 8 positions and 8 channels this runs, and attends over channels. The lifted K is that permute."""
+    q, v = (x.view(2, 8, 8, 8).transpose(1, 2) for x in (q, v))
+    return (q @ k.view(2, 8, 8, 8).permute(0, 2, 3, 1).mT).softmax(-1) @ v
+
+
+@form(lambda: [rand(3, 3, L, D), rand(3, 3, L, D), rand(3, 3, L, D)])
+def keys_of_another_batch(q, k, v):
+    return (q @ k.transpose(0, 1).mT).softmax(-1) @ v
+
+
+@form(lambda: qkv(dv=5))
+def value_width_differs(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@form(lambda: [rand(H, L, D), rand(B, H, L, D), rand(B, H, L, D)])
+def queries_shared_over_batch(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@form(lambda: [rand(B, H, 1, D), rand(B, H, L, D), rand(B, H, L, D)])
+def one_query(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@form(lambda: [rand(B, H, D), rand(B, H, L, D), rand(B, H, L, D)])
+def query_dimension_missing(q, k, v):
+    return torch.einsum("bhk,bhkd->bhd", torch.einsum("bhd,bhkd->bhk", q, k).softmax(-1), v)
+
+
+@form(lambda: [rand(4, L, H, D), rand(4, L, H, D), rand(4, L, H, D), torch.rand(2, L, L) > 0.3])
+def window_mask_per_image(q, k, v, m):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    s = (q @ k.mT).view(2, 2, H, L, L) + torch.where(m, 0.0, -100.0)[None, :, None]
+    return (s.view(4, H, L, L).softmax(-1) @ v).transpose(1, 2).reshape(4, L, H * D)
+
+
+# -- after the softmax -------------------------------------------------------------------------------------------------------
+@form(lambda: [*qkv(), torch.rand(1, H, 1, 1)])
+def head_mask(q, k, v, m):
+    return ((q @ k.mT).softmax(-1) * m) @ v
+
+
+@form(lambda: [*qkv(), torch.rand(B, 1, L, L) > 0.2])
+def masked_after_softmax(q, k, v, m):
+    return (q @ k.mT).softmax(-1).masked_fill(~m, 0.0) @ v
+
+
+@form()
+def probabilities_returned(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    return p @ v, p.mean(1)
+
+
+@form()
+def dropout_in_evaluation(q, k, v):
+    return F.dropout((q @ k.mT).softmax(-1), 0.5, training=False) @ v
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form_fuses(name: str) -> None:
+    torch.manual_seed(0)
+    function, inputs = FORMS[name]
+    check(function, inputs())
+
+
+@pytest.mark.parametrize("name", ["causal_arange", "key_padding", "grouped_repeat_interleave", "alibi", "merged_batch_and_heads_masked", "softcap", "packed_qkv"])
+def test_form_fuses_in_bfloat16(name: str) -> None:
+    torch.manual_seed(0)
+    function, inputs = FORMS[name]
+    low = [x.detach().bfloat16().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs()]
+    check(function, low)
+
+
+@pytest.mark.parametrize("name", ["causal_arange", "causal_bottom_right", "scale_from_shape", "packed_qkv", "grouped_expand_reshape"])
+def test_form_fuses_with_symbolic_sizes(name: str) -> None:
+    torch.manual_seed(0)
+    function, inputs = FORMS[name]
+    check(function, inputs(), dynamic=True)
+
+
+# -- near misses -----------------------------------------------------------------------------------------------------------
+MISSES: dict[str, tuple[Callable[..., Any], Callable[[], list[Any]], str]] = {}
+
+
+def miss(code: str, inputs: Callable[[], list[Any]] = qkv) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        MISSES[function.__name__] = function, inputs, code
+        return function
+
+    return register
+
+
+@miss("softmax_axis")
+def softmax_over_queries(q, k, v):
+    return (q @ k.mT).softmax(-2) @ v
+
+
+@miss("softmax_axis")
+def softmax_over_heads(q, k, v):
+    return (q @ k.mT).softmax(1) @ v
+
+
+@miss("renormalised")
+def normalised_again(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    p = p / (p.sum(-1, keepdim=True) + 1e-6)
+    return p @ v
+
+
+@miss("softmax_axis", lambda: [*qkv(), rand(H, H)])
+def talking_heads_after(q, k, v, w):
+    return torch.einsum("bhqk,hg->bgqk", (q @ k.mT).softmax(-1), w) @ v
+
+
+@miss("not_query_times_key", lambda: [*qkv(), rand(H, H)])
+def talking_heads_before(q, k, v, w):
+    return torch.einsum("bhqk,hg->bgqk", q @ k.mT, w).softmax(-1) @ v
+
+
+@miss("detached")
+def scores_detached(q, k, v):
+    return (q @ k.mT).detach().softmax(-1) @ v
+
+
+@miss("not_attention")
+def classifier(q, k, v):
+    return (q @ k.mT).softmax(-1)
+
+
+@miss("no_score_matmul")
+def gate(q, k, v):
+    return k.mean(-1, keepdim=True).expand(B, H, L, L).cumsum(-1).softmax(-1) @ v
+
+
+@miss("unsupported_op")
+def sorted_scores(q, k, v):
+    return (q @ k.mT).sort(-1).values.softmax(-1) @ v
+
+
+@miss("scores_reindexed")
+def symmetric_scores(q, k, v):
+    s = q @ k.mT
+    return (s + s.mT).softmax(-1) @ v
+
+
+@miss("dtype", lambda: [x.detach().double().requires_grad_() for x in qkv()])
+def double_precision(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@miss("escape_after_dropout")
+def dropped_probabilities_returned(q, k, v):
+    p = F.dropout((q @ k.mT).softmax(-1), 0.3)
+    return p @ v, p
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_near_miss_is_refused(name: str) -> None:
+    torch.manual_seed(0)
+    function, inputs, code = MISSES[name]
+    _, sites = sites_of(function, *inputs())
+    assert sites and not any(s.fused for s in sites)
+    refusal = sites[0].refusal
+    assert refusal is not None and refusal.code == code, str(refusal)
+    assert "test_forms.py:" in sites[0].location
+
+
+def test_write_between_the_matmuls_is_refused() -> None:
+    """The values are written to after the scores but before their use: the fused call must not read them earlier or later."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = (q @ k.mT).softmax(-1)
+        k.add_(1.0)
+        return p @ v
+
+    q, k, v = (torch.randn(B, H, L, D) for _ in range(3))
+    expected = function(q, k.clone(), v)
+    written = k.clone()
+    result, sites = sites_of(function, q, written, v)
+    assert sites[0].refusal is not None and sites[0].refusal.code == "mutation", str(sites[0])
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(written, k + 1)
+
+
+def test_graph_break_between_the_matmuls_is_two_graphs_without_a_site() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT
+        torch._dynamo.graph_break()
+        return s.softmax(-1) @ v
+
+    q, k, v = (torch.randn(B, H, L, D) for _ in range(3))
+    _, sites = sites_of(function, q, k, v)
+    assert [s.refusal.code for s in sites if s.refusal] == ["no_score_matmul"]
+
+
+def test_dropout_with_fallback_random_is_refused() -> None:
+    with torch._inductor.config.patch(fallback_random=True):
+        _, sites = sites_of(lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.3) @ v, *qkv())
+    assert sites[0].refusal is not None and sites[0].refusal.code == "fallback_random"
+
+
+def test_masking_again_after_rows_of_minus_infinity_is_refused() -> None:
+    """softmax of an all -inf row is NaN; masking it afterwards makes it 0, which a factor on NaN would not."""
+    m = torch.arange(L)[None] < torch.tensor([[L], [0]])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = (q @ k.mT).masked_fill(~m[:, None, None], -math.inf)
+        return s.softmax(-1).masked_fill(~m[:, None, None], 0.0) @ v
+
+    result, sites = sites_of(function, *qkv())
+    assert sites[0].refusal is not None and sites[0].refusal.code == "post_mask_nan"
+    assert torch.isfinite(result).all()

@@ -55,9 +55,11 @@ def flashattn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | 
         log.warn_once(message)
     settings: Any = torch._inductor.config.patch(parsed.inductor) if parsed.inductor else nullcontext()
     with settings:
-        compiled = Compilation(gm, parsed.options)
-        rewritten = compiled.run()
-        return _inductor(rewritten, example_inputs, parsed.inductor, compiled.fused)
+        compilation = Compilation(gm, parsed.options)
+        rewritten = compilation.run()
+        compiled = _inductor(rewritten, example_inputs, parsed.inductor, compilation.fused)
+    compilation.announce()  # only now: Dynamo may have torn the compilation down to start again
+    return compiled
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], fused: int) -> Callable[..., Any]:
@@ -99,6 +101,7 @@ class Compilation:
     options: Options
     seconds: dict[str, float] = field(default_factory=dict)
     fused: int = 0
+    report: GraphReport | None = None
 
     def run(self) -> fx.GraphModule:
         """The graph for Inductor: rewritten, or the original if nothing was."""
@@ -123,17 +126,21 @@ class Compilation:
 
     def _finish(self, name: str, dump: Dump, verdicts: Sequence[_Verdict], refusals: tuple[Refusal, ...], gm: fx.GraphModule) -> fx.GraphModule:
         sites = tuple(_site_report(i, v) for i, v in enumerate(verdicts))
-        result = GraphReport(name, sites, refusals, self.seconds)
+        self.report = result = GraphReport(name, sites, refusals, self.seconds)
         dump.write("report.txt", lambda: str(result))
         dump.write("report.json", result.to_json)
-        record_graph(result)
-        report.publish(result)
-        for site in sites:
-            log.get().info("%s", str(site).splitlines()[0])
         missed = [s for s in sites if not s.fused and s.refusal is not None and s.refusal.code != "not_attention"]
         if self.options.strict and (missed or refusals):
             raise StrictError("option strict is set and attention stays unfused:\n" + "\n".join(map(str, missed or refusals)))
         return gm
+
+    def announce(self) -> None:
+        """Count and publish the report, and log a line per softmax."""
+        assert self.report is not None
+        record_graph(self.report)
+        report.publish(self.report)
+        for site in self.report.sites:
+            log.get().info("%s", str(site).splitlines()[0])
 
     def _dump_stages(self, dump: Dump, verdicts: Sequence[_Verdict]) -> None:
         dump.write("sites", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}: {v.site or v.refusal}" for v in verdicts))

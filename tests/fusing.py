@@ -24,7 +24,10 @@ def rewritten(function: Callable[..., Any], options: Options = Options(), dynami
     """``function`` compiled up to Inductor; the rewritten graph runs eagerly (with autograd)."""
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return Compilation(gm, options).run().forward
+        compilation = Compilation(gm, options)
+        graph = compilation.run()
+        compilation.announce()
+        return graph.forward
 
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, dynamic=dynamic)  # type: ignore[no-any-return]

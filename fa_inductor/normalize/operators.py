@@ -41,7 +41,8 @@ def functional_form(editor: Editor, node: fx.Node, *, autocast: bool, stands_alo
         raise Impossible(f"{target} has no functional form with the same result")
     if autocast and _autocast_rule(functional) and not _autocast_rule(target):
         raise Impossible(f"autocast has a rule for {functional} and none for {target}")
-    value = editor.call(node, node, functional, *node.args, **node.kwargs)
+    args = [*node.args, *(a.default_value for a in target._schema.arguments[len(node.args) :] if not a.kwarg_only and a.name not in node.kwargs)]
+    value = editor.call(node, node, functional, *args, **node.kwargs)
     dtype = x.meta["val"].dtype
     if value.meta["val"].dtype != dtype:
         value = editor.call(node, node, aten.to.dtype, value, dtype)

@@ -21,9 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor_tree
 from torch.utils import _pytree as pytree
 
+from ..location import location_of
+from ..refusal import Refusal, Refused, declare
 from .calling import adopt_placeholders, inline_constants
 from .fakes import fresh_copies
 from .state import Ambient, ambient, restored
+
+FUNCTORCH = declare("normalize_functorch", "Graphs with torch.vmap, torch.func.grad or jvp are compiled by Inductor as they are; write the batched form to have them analysed.")
 
 PLAIN_WRAPPERS = frozenset({"tag_activation_checkpoint", "wrap"})
 """Higher-order operators ``op(body, *operands)`` that yield ``body(*operands)``."""
@@ -64,6 +68,7 @@ class _Retrace(fx.Interpreter):
         self.bodies: list[BodyCall] = []
         self.recorded: dict[fx.Node, Any] = {}
         self.modules: dict[fx.Node, fx.Node] = {}
+        self.autocasts: list[Any] = []
         for node in gm.graph.nodes:
             if node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
                 self.recorded[node] = fresh_copies(node.meta["example_value"], mode)
@@ -92,6 +97,20 @@ class _Retrace(fx.Interpreter):
                 self.modules[n] = node
                 return value
             return track_tensor_tree(value, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)  # type: ignore[arg-type]
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Under make_fx the two autocast functions are recorded without being run; the context manager does both."""
+        if target is torch.amp.autocast_mode._enter_autocast:
+            self.autocasts.append(torch.autocast(*args))
+            return self.autocasts[-1].__enter__()
+        if target is torch.amp.autocast_mode._exit_autocast:
+            return self.autocasts.pop().__exit__(None, None, None)
+        return super().call_function(target, args, kwargs)
+
+    def leave_autocasts(self) -> None:
+        """After an error in one."""
+        while self.autocasts:
+            self.autocasts.pop().__exit__(None, None, None)
 
     def _record_attribute(self, n: fx.Node, tracer: Any) -> fx.Node:
         name = str(n.target)
@@ -129,8 +148,15 @@ def _node_of(value: Any, tracer: Any) -> Any:
     return value
 
 
+def _check_supported(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+            raise Refused(Refusal(FUNCTORCH, f"the graph calls {node.target.__name__}", node.name, location_of(node)))
+
+
 def retrace(gm: fx.GraphModule, values: tuple[Any, ...], mode: FakeTensorMode) -> Trace:
     """Trace ``gm`` on ``values``, one for each placeholder; they may be updated in place. ``gm`` is left as it is."""
+    _check_supported(gm)
     interpreter = _Retrace(gm, mode)
 
     def run(*args: Any) -> Any:
@@ -140,7 +166,10 @@ def retrace(gm: fx.GraphModule, values: tuple[Any, ...], mode: FakeTensorMode) -
     # results (contiguity) would be new
     quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext()
     with restored(), fx.traceback.preserve_node_meta(), mode, quiet:
-        traced = make_fx(run, pre_dispatch=True, tracing_mode="real")(*values)
+        try:
+            traced = make_fx(run, pre_dispatch=True, tracing_mode="real")(*values)
+        finally:
+            interpreter.leave_autocasts()
     adopt_placeholders(traced, gm)
     inline_constants(traced, gm, mode)
     return Trace(traced, interpreter.bodies)

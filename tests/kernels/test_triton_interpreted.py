@@ -1,0 +1,93 @@
+"""The Triton kernels against the fp64 reference, in Triton's interpreter (see ``triton_interpreted``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+from kernel_cases import CASES, FLOAT32_CASES
+from triton_interpreted import Worker, small_tiles
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+HALF = [n for n in CASES if n.endswith(("-float16", "-bfloat16")) and n.rsplit("-", 1)[0] in ("plain", "causal_min", "softcap", "alibi_grad", "causal_inf-gqa")]
+MASKED = [
+    "causal_inf-rectangle",
+    "causal_min-tall",
+    "bottom_right_inf-tall",
+    "bottom_right_min-tall",
+    "window_inf",
+    "band_min",
+    "padding_replace_inf_hidden_rows",
+    "padding_add_min_hidden_rows",
+    "padding_replace_min-gqa",
+    "causal_padding_inf",
+    "causal_padding_min_hidden_rows",
+    "left_padding_causal_min",
+    "causal_bias_hqk_grad",
+    "bias_bk_grad",
+    "alibi_grad-gqa",
+    "softcap_window_inf",
+    "documents_inf",
+    "bottom_right_inf-zero",
+    "padding_replace_inf_hidden_rows-zero",
+    "post_dense_grad",
+    "swin_grad",
+]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize("name", [*FLOAT32_CASES, *HALF])
+def test_case(worker: Worker, name: str) -> None:
+    worker.run("case", name=name, config={})
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_small_tiles(worker: Worker, name: str) -> None:
+    worker.run("case", name=name, config=small_tiles(16))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_statistics(worker: Worker, p: float) -> None:
+    worker.run("dropout_statistics", p=p)
+
+
+@pytest.mark.parametrize("config", [small_tiles(16), {"fwd_m": 64, "fwd_n": 32}, {"fwd_m": 32, "fwd_n": 128}])
+def test_dropout_mask_is_the_same_for_every_tile(worker: Worker, config: dict[str, int]) -> None:
+    worker.run("dropout_tiles", config=config)
+
+
+def test_dropout_of_everything(worker: Worker) -> None:
+    worker.run("dropout_everything")
+
+
+@pytest.mark.parametrize("form", ["plain", "causal_inf", "post_head_mask_grad"])
+@pytest.mark.parametrize("config", [small_tiles(16), {"rows_m": 64, "rows_n": 64, "columns_m": 16, "columns_n": 32}, {"columns_m": 64, "columns_n": 64}])
+def test_dropout_gradients(worker: Worker, form: str, config: dict[str, int]) -> None:
+    worker.run("dropout_gradients", form=form, config=config)
+
+
+@pytest.mark.parametrize("form", ["plain", "bias_hqk_grad", "bias_bk_grad", "bias_q_grad", "alibi_grad"])
+def test_partial_needs(worker: Worker, form: str) -> None:
+    worker.run("partial_needs", form=form)
+
+
+@pytest.mark.parametrize("form", ["causal_inf", "bias_bk_grad"])
+def test_split_columns(worker: Worker, form: str) -> None:
+    worker.run("split_columns", form=form)
+
+
+def test_strides_follow_inputs(worker: Worker) -> None:
+    worker.run("strides_follow_inputs")

@@ -1,0 +1,244 @@
+"""Runs the Triton kernels in Triton's interpreter, on CPU tensors, in a process of its own.
+
+The interpreter must be chosen before Triton is imported, so the tests start ``python triton_interpreted.py`` once and send it one
+JSON request a line: ``{"check": name, "arguments": {…}}``. It answers with an empty string, or the traceback of the failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+class Worker:
+    """The other side of the pipe."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS), environment.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen([sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, check: str, **arguments: Any) -> None:
+        """Run a check; its failure is raised here with its traceback."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"check": check, "arguments": arguments}) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, "the interpreter's process ended"
+        failure = json.loads(answer)
+        if failure:
+            raise AssertionError(failure)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(timeout=30)
+
+
+# -- in the interpreter's process ----------------------------------------------------------------------------------------
+def _mend_interpreter() -> None:
+    """Two defects of Triton 3.6's interpreter: range bounds under NumPy >= 2.4, and bf16 products, which it takes from the raw bits."""
+    import numpy
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def widen(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
+
+    builder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
+
+
+class _Configured:
+    """The kernel with parts of its configuration replaced."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        from fa_inductor.kernels.triton_fa2 import KERNEL
+
+        self.kernel, self.config, self.name = KERNEL, config, KERNEL.name
+
+    def plan(self, request: Any) -> Any:
+        plan = self.kernel.plan(request)
+        return replace(plan, config=tuple(sorted((dict(plan.config) | self.config).items())))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+
+def small_tiles(size: int) -> dict[str, int]:
+    """Square tiles for every kernel, so that short sequences have interior, edge and hidden tiles."""
+    return {f"{kernel}_{side}": size for kernel in ("fwd", "rows", "columns", "dense") for side in ("m", "n")}
+
+
+def case(name: str, config: dict[str, Any]) -> None:
+    """A named case, with gradients of captured tensors where the kernel does not refuse them."""
+    from kernel_cases import all_needs, check, problem
+
+    kernel = _Configured(config)
+    p = problem(name)
+    supported = not kernel.why_not(p.request())
+    assert not kernel.why_not(p.request(capture_gradients=supported))
+    check(kernel, name, needs=all_needs(p, capture_gradients=supported))
+
+
+def _mask(shape: tuple[int, int, int, int], p: float, config: dict[str, Any], seed: tuple[int, int]) -> Any:
+    """Which probabilities dropout keeps, read off an identity V."""
+    import torch
+    from kernel_cases import Case, Dims, problem
+
+    from fa_inductor.request import Inputs
+
+    b, h, lq, lk = shape
+    kernel = _Configured(config)
+    plan = kernel.plan(problem(Case("mask", "plain", Dims(b, h, h, lq, lk, 16, lk))).request(p))
+    eye = torch.eye(lk)[None, None].expand(b, h, lk, lk)
+    inputs = Inputs(torch.zeros(b, h, lq, 16), torch.zeros(b, h, lk, 16), eye, (), (), p, torch.tensor(seed))
+    return kernel.forward(plan, inputs).out * lk
+
+
+def dropout_statistics(p: float) -> None:
+    """The right share is dropped, scaled exactly, independent of neighbours, heads, batches, seed and offset."""
+    import torch
+
+    out = _mask((2, 2, 256, 256), p, {}, (123456789012, 5))
+    kept = out > 0
+    scale = 1 / (1 - round(p * 65536) / 65536)
+    torch.testing.assert_close(out[kept], torch.full_like(out[kept], scale), rtol=1e-5, atol=0)
+    n = kept.numel()
+    deviation = (p * (1 - p) / n) ** 0.5
+    assert abs(float((~kept).double().mean()) - p) < 5 * deviation
+    noise = (~kept).double() - p
+    other = (~(_mask((2, 2, 256, 256), p, {}, (123456789013, 5)) > 0)).double() - p
+    later = (~(_mask((2, 2, 256, 256), p, {}, (123456789012, 6)) > 0)).double() - p
+    pairs = [(noise[..., d:], noise[..., :-d]) for d in (1, 8, 16, 32)] + [(noise[:, :, d:], noise[:, :, :-d]) for d in (1, 8, 16)]
+    pairs += [(noise[0], noise[1]), (noise[:, 0], noise[:, 1]), (noise, other), (noise, later)]
+    for x, y in pairs:
+        correlation = float((x * y).mean()) / (p * (1 - p))
+        assert abs(correlation) < 5 / x.numel() ** 0.5, correlation
+
+
+def dropout_tiles(config: dict[str, Any]) -> None:
+    """The mask does not depend on the tile's size."""
+    assert bool((_mask((1, 2, 70, 90), 0.3, {}, (1, 2)) == _mask((1, 2, 70, 90), 0.3, config, (1, 2))).all())
+
+
+def dropout_everything() -> None:
+    """p = 1 drops all."""
+    assert bool((_mask((1, 1, 16, 16), 1.0, {}, (1, 2)) == 0).all())
+
+
+def dropout_gradients(form: str, config: dict[str, Any]) -> None:
+    """Backward uses forward's mask: compared with autograd in fp64 under that mask."""
+    import torch
+    from kernel_cases import Case, Coordinates, Dims, evaluate, problem
+
+    from fa_inductor.request import Needs
+
+    p, seed = 0.3, (77 << 33) + 5
+    problem_ = problem(Case("drop", form, Dims(1, 4, 2, 70, 90, 16, 16)))
+    kernel = _Configured(config)
+    plan = kernel.plan(problem_.request(p, capture_gradients=False))
+    inputs = problem_.inputs(p, torch.tensor([seed, 6]))
+    result = kernel.forward(plan, inputs)
+    needs = Needs(True, True, True, tuple(False for _ in problem_.captures))
+    gradients = kernel.backward(plan, inputs, result, problem_.grad_out, needs)
+    keep = _mask((1, 4, 70, 90), p, {}, (seed, 6)) > 0
+    q, k, v = (t.double().detach().requires_grad_() for t in (problem_.q, problem_.k, problem_.v))
+    box = Coordinates((0, 1), (0, 4), (0, 70), (0, 90))
+    read = {"captures": problem_.captures, "sizes": problem_.form.sizes, "device": q.device, "dtype": torch.float64}
+    (score,) = evaluate(problem_.form.program, box, score=q @ k.repeat_interleave(2, 1).mT, **read)
+    probabilities = score.softmax(-1) * keep / (1 - round(p * 65536) / 65536)
+    if problem_.form.post is not None:
+        probabilities = probabilities * evaluate(problem_.form.post, box, **read)[0]
+    out = probabilities @ v.repeat_interleave(2, 1)
+    expected = torch.autograd.grad(out, (q, k, v), problem_.grad_out.double())
+    for got, want in zip((result.out, gradients.q, gradients.k, gradients.v), (out, *expected), strict=True):
+        torch.testing.assert_close(got.double(), want.detach(), rtol=1e-4, atol=2e-5)
+
+
+def partial_needs(form: str) -> None:
+    """Only what is asked for is returned, and it is the same as when everything is asked for."""
+    import torch
+    from kernel_cases import Case, Dims, all_needs, named, problem, run_kernel
+
+    from fa_inductor.request import Needs
+
+    p = problem(Case("needs", form, Dims(2, 2, 2, 33, 40, 16, 16)))
+    kernel = _Configured({})
+    _, result, everything = run_kernel(kernel, p)
+    whole = named(result.out, result.lse, everything).tensors
+    full = all_needs(p)
+    for i, one in enumerate(("dq", "dk", "dv", *(f"dcapture{j}" for j, n in enumerate(full.captures) if n))):
+        needs = Needs(one == "dq", one == "dk", one == "dv", tuple(f"dcapture{j}" == one for j, _ in enumerate(full.captures)))
+        _, result, gradients = run_kernel(kernel, p, needs)
+        got = named(result.out, result.lse, gradients).tensors
+        assert set(got) == {"out", "lse", one}, (i, set(got))
+        torch.testing.assert_close(got[one], whole[one])
+
+
+def split_columns(form: str) -> None:
+    """dK and dV from two launches, as for the widest heads, equal those of one."""
+    import torch
+    from kernel_cases import Case, Dims, named, problem, run_kernel
+
+    p = problem(Case("split", form, Dims(2, 2, 2, 33, 40, 16, 16)))
+    one, two = (run_kernel(_Configured({"split": split}), p) for split in (False, True))
+    for (name, a), b in zip(named(one[1].out, one[1].lse, one[2]).tensors.items(), named(two[1].out, two[1].lse, two[2]).tensors.values(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def strides_follow_inputs() -> None:
+    """out and every gradient lie in memory as their input does."""
+    from kernel_cases import Case, Dims, problem, run_kernel
+
+    p = problem(Case("strides", "causal_inf", Dims(2, 4, 2, 33, 33, 16, 16), layout="blhd"))
+    _, result, gradients = run_kernel(_Configured({}), p)
+    for tensor in (result.out, gradients.q, gradients.k, gradients.v):
+        batch, heads, length, size = tensor.shape
+        assert tensor.stride() == (length * heads * size, size, heads * size, 1)
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (case, dropout_statistics, dropout_tiles, dropout_everything, dropout_gradients, partial_needs, split_columns, strides_follow_inputs)
+}
+
+
+def main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    _mend_interpreter()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            CHECKS[request["check"]](**request["arguments"])
+            answer = ""
+        except Exception:  # carried to the test that asked
+            answer = traceback.format_exc(limit=-6)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

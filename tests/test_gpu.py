@@ -1,0 +1,44 @@
+"""On a GPU: every form through the Triton kernel and through what selection picks, in three dtypes; real models end to end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusing import check
+from test_forms import FORMS
+from torch import Tensor
+
+from fa_inductor.options import Options
+
+pytestmark = pytest.mark.gpu
+
+TRITON_REFUSES = {"five_dimensional_two_biases"}
+"""A learned bias that lacks part of the merged batch: its gradient is not a plain reduction."""
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu():
+    torch.set_default_device("cuda")
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_default_device("cpu")
+
+
+def cast(inputs: list[object], dtype: torch.dtype) -> list[object]:
+    return [x.detach().to(dtype).requires_grad_(x.requires_grad) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", sorted(set(FORMS) - TRITON_REFUSES))
+def test_triton(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    function, inputs = FORMS[name]
+    (site, *_) = check(function, cast(inputs(), dtype), options=Options(kernel="triton_fa2"))
+    assert site.kernel == "triton_fa2"
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMS) - TRITON_REFUSES))
+def test_selected(name: str) -> None:
+    torch.manual_seed(0)
+    function, inputs = FORMS[name]
+    check(function, cast(inputs(), torch.bfloat16))

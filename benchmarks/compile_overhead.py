@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,6 +79,7 @@ def overhead(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     rows = [["", "before Inductor", "Inductor", "overhead", "stages"]]
     for mode in ("inference", "training"):
         train = mode == "training"
+        model.train(train)
         stages = our_seconds(model, ids, train)
         ours, inductor = sum(stages.values()), inductor_seconds(model, ids, train)
         found[mode] = {"stages s": stages, "before Inductor s": ours, "Inductor s": inductor, "overhead": ours / inductor}
@@ -110,6 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     device = harness.pick_device()
     torch.compiler.config.force_disable_caches = True
+    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     results: dict[str, Any] = {"compile": overhead(args, device), "graphs compiled per shape": {}}
     for backend in ("inductor", "flashattn"):
         for mode in ("inference", "training"):

@@ -28,9 +28,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from fa_inductor.kernels.triton_fa2 import KERNEL  # noqa: E402
 from fa_inductor.kernels.triton_fa2 import backward as backward_launch  # noqa: E402
 from fa_inductor.kernels.triton_fa2.codegen import traits_of  # noqa: E402
-from fa_inductor.request import Inputs, Needs, Plan  # noqa: E402
+from fa_inductor.request import Inputs, Needs, Plan, TensorSpec  # noqa: E402
 
 TOKENS, HIDDEN = 16384, 2048
+DEVICE = "cuda"
 # (m, n, warps, stages)
 CANDIDATES: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
     ("fwd", 64): [
@@ -108,15 +109,16 @@ def problem_of(shape: Shape, seed: int = 0) -> tuple[Plan, Inputs, torch.Tensor]
     """Plan with the default configuration, inputs and incoming gradient."""
     from kernel_cases import Case, Dims, problem
 
-    small = problem(Case("sweep", shape.form, Dims(1, shape.heads, shape.heads, 16, 16, shape.d, shape.d), shape.dtype), "cuda")
-    request = replace(small.request(shape.dropout), device="cuda")
-    generator = torch.Generator("cuda").manual_seed(seed)
+    small = problem(Case("sweep", shape.form, Dims(1, shape.heads, shape.heads, 16, 16, shape.d, shape.d), shape.dtype), DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     size = (shape.batch, shape.heads, shape.length, shape.d)
-    q, k, v, g = (torch.randn(size, generator=generator, device="cuda").to(shape.dtype) for _ in range(4))
+    q, k, v, g = (torch.randn(size, generator=generator, device=DEVICE).to(shape.dtype) for _ in range(4))
     captures = small.captures
     if shape.form == "bias_hqk_grad":
-        captures = (torch.randn((1, shape.heads, shape.length, shape.length), generator=generator, device="cuda").to(shape.dtype),)
-    state = torch.tensor([1234, 5678], device="cuda") if shape.dropout else None
+        captures = (torch.randn((1, shape.heads, shape.length, shape.length), generator=generator, device=DEVICE).to(shape.dtype),)
+    spec = TensorSpec(tuple(q.shape), tuple(q.stride()), q.dtype, True)
+    request = replace(small.request(shape.dropout), q=spec, k=spec, v=spec)
+    state = torch.tensor([1234, 5678], device=DEVICE) if shape.dropout else None
     return KERNEL.plan(request), Inputs(q, k, v, captures, small.form.sizes, shape.dropout, state), g
 
 
@@ -220,29 +222,39 @@ def whole(shape: Shape) -> dict[str, Any]:
 
 
 def variants() -> list[dict[str, Any]]:
-    forms = ("plain", "causal_inf", "causal_min", "alibi_grad", "softcap", "window_inf", "bias_hqk_grad", "padding_replace_min")
-    return [whole(paper(4096, d, form)) for d in (64, 128) for form in forms if form != "padding_replace_min"]
+    forms = ("plain", "causal_inf", "causal_min", "alibi_grad", "softcap", "window_inf", "bias_hqk_grad")
+    rows = [whole(paper(4096, d, form)) for d in (64, 128) for form in forms]
+    rows += [whole(paper(length, 256, form)) for length in (1024, 4096) for form in ("plain", "causal_inf")]
+    small = (Shape(4096, 4, 49, 32, "plain"), Shape(512, 16, 128, 64, "plain"), Shape(64, 12, 197, 64, "plain"), Shape(4, 8, 1024, 64, "plain", torch.float32))
+    return rows + [whole(s) for s in small]
 
 
 def gpt2() -> list[dict[str, Any]]:
-    """The attention of GPT-2 medium in the FlashAttention paper's case, without and with dropout."""
+    """The attention of GPT-2 medium in the FlashAttention paper's case, without and with dropout; then every configuration for it."""
     shapes = [Shape(64, 16, 1024, 64, "causal_inf", torch.float16, p) for p in (0.0, 0.1)]
-    return [whole(s) for s in shapes]
+    rows = [whole(s) for s in shapes]
+    errors = compile_all([(s, kernel, c) for s in shapes for kernel in ("fwd", "rows", "columns") for c in CANDIDATES[kernel, 64]])
+    for shape in shapes:
+        runner = Runner(shape)
+        print(f"GPT-2, dropout {shape.dropout}")
+        for kernel in ("fwd", "rows", "columns"):
+            rows += _time_candidates(runner, kernel, {c for s, k, c in errors if (s, k) == (shape, kernel)})
+    return rows
 
 
 def checks(pattern: str) -> list[str]:
     """Run the kernel tests' cases on the GPU; returns the failures."""
     import re
 
-    from kernel_cases import CASES, check, problem
+    from kernel_cases import CASES, all_needs, check, problem
 
     failures = []
     names = [n for n in CASES if re.search(pattern, n)]
     for name in names:
-        if KERNEL.why_not(problem(name, "cuda").request()):
-            continue
+        p = problem(name, DEVICE)
+        supported = not KERNEL.why_not(p.request())
         try:
-            check(KERNEL, name, "cuda")
+            check(KERNEL, name, DEVICE, needs=all_needs(p, capture_gradients=supported))
         except Exception as error:  # reported, and the run goes on
             failures.append(f"{name}: {type(error).__name__} {str(error)[:400]}")
             print("FAILED", failures[-1], flush=True)

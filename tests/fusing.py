@@ -63,7 +63,7 @@ def _gradients(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     if not leaves:
         return []
     generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
+    weights = [torch.randn(o.shape, generator=generator, device="cpu").to(o) for o in outputs]
     total = sum((o * w).sum() for o, w in zip(outputs, weights) if o.requires_grad)
     return list(torch.autograd.grad(total, leaves))  # type: ignore[arg-type]
 

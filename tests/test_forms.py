@@ -14,11 +14,13 @@ from torch import Tensor
 
 Case = tuple[Callable[..., Any], Callable[[], list[Any]]]
 FORMS: dict[str, Case] = {}
+DEVICE = "cpu"
+"""Where inputs and masks are made: the GPU's tests set it."""
 B, H, L, D = 2, 3, 17, 8
 
 
 def rand(*shape: int, grad: bool = True) -> Tensor:
-    return torch.randn(*shape).requires_grad_(grad)
+    return torch.randn(*shape, device=DEVICE).requires_grad_(grad)
 
 
 def qkv(heads: int = H, lk: int = L, dv: int = D) -> list[Any]:
@@ -129,7 +131,7 @@ def five_dimensional_two_biases(q, k, v, pair, row):
     return ((q @ k.mT) * 0.3 + pair + row).softmax(-1) @ v
 
 
-@form(lambda: [rand(B, L, H * D), rand(B, L, H * D), rand(B, L, H * D), torch.rand(B, 1, L, L) > 0.3])
+@form(lambda: [rand(B, L, H * D), rand(B, L, H * D), rand(B, L, H * D), torch.rand(B, 1, L, L, device=DEVICE) > 0.3])
 def merged_batch_and_heads_masked(q, k, v, m):
     def shape(x):
         return x.view(B, L, H, D).transpose(1, 2).reshape(B * H, L, D)
@@ -151,7 +153,7 @@ def scale_on_both(q, k, v):
     return ((q * D**-0.25) @ (k * D**-0.25).mT).softmax(-1) @ v
 
 
-@form(lambda: [*qkv(), torch.tensor(0.3, requires_grad=True)])
+@form(lambda: [*qkv(), torch.tensor(0.3, device=DEVICE, requires_grad=True)])
 def scale_learned(q, k, v, t):
     return (q @ k.mT / t).softmax(-1) @ v
 
@@ -169,25 +171,25 @@ def scale_from_shape(q, k, v):
 # -- masks and biases --------------------------------------------------------------------------------------------------------
 @form()
 def causal_triu(q, k, v):
-    m = torch.triu(torch.ones(L, L, dtype=torch.bool), diagonal=1)
+    m = torch.triu(torch.ones(L, L, dtype=torch.bool, device=DEVICE), diagonal=1)
     return (q @ k.mT).masked_fill(m, -math.inf).softmax(-1) @ v
 
 
 @form()
 def causal_additive_triu(q, k, v):
-    m = torch.full((L, L), -math.inf).triu(1)
+    m = torch.full((L, L), -math.inf, device=DEVICE).triu(1)
     return (q @ k.mT + m).softmax(-1) @ v
 
 
 @form()
 def causal_arange(q, k, v):
-    i = torch.arange(q.size(-2))
+    i = torch.arange(q.size(-2), device=DEVICE)
     return torch.where(i[:, None] >= i[None, :], q @ k.mT, torch.finfo(q.dtype).min).softmax(-1) @ v
 
 
 @form(lambda: qkv(lk=L + 5))
 def causal_bottom_right(q, k, v):
-    i, j = torch.arange(q.size(-2)) + k.size(-2) - q.size(-2), torch.arange(k.size(-2))
+    i, j = torch.arange(q.size(-2), device=DEVICE) + k.size(-2) - q.size(-2), torch.arange(k.size(-2), device=DEVICE)
     return (q @ k.mT).masked_fill(j[None] > i[:, None], -math.inf).softmax(-1) @ v
 
 
@@ -195,38 +197,38 @@ def causal_bottom_right(q, k, v):
 def causal_inplace(q, k, v):
     s = q @ k.mT
     s /= D**0.5
-    s.masked_fill_(torch.ones(L, L, dtype=torch.bool).triu(1), -1e9)
+    s.masked_fill_(torch.ones(L, L, dtype=torch.bool, device=DEVICE).triu(1), -1e9)
     return s.softmax(-1) @ v
 
 
-@form(lambda: [*qkv(), torch.ones(1, 1, 64, 64).tril()])
+@form(lambda: [*qkv(), torch.ones(1, 1, 64, 64, device=DEVICE).tril()])
 def causal_buffer(q, k, v, tri):
     return (q @ k.mT).masked_fill(tri[:, :, :L, :L] == 0, -math.inf).softmax(-1) @ v
 
 
 @form()
 def window(q, k, v):
-    i = torch.arange(L)
+    i = torch.arange(L, device=DEVICE)
     d = i[:, None] - i[None, :]
     return (q @ k.mT).masked_fill(~((d >= 0) & (d < 5)), -math.inf).softmax(-1) @ v
 
 
-@form(lambda: [*qkv(), torch.arange(L)[None] < torch.tensor([[L], [5]])])
+@form(lambda: [*qkv(), torch.arange(L, device=DEVICE)[None] < torch.tensor([[L], [5]], device=DEVICE)])
 def key_padding(q, k, v, m):
     return (q @ k.mT).masked_fill(~m[:, None, None, :], -1e9).softmax(-1) @ v
 
 
-@form(lambda: [*qkv(), torch.arange(L)[None] < torch.tensor([[L], [0]])])
+@form(lambda: [*qkv(), torch.arange(L, device=DEVICE)[None] < torch.tensor([[L], [0]], device=DEVICE)])
 def key_padding_of_everything(q, k, v, m):
     return (q @ k.mT).masked_fill(~m[:, None, None, :], -1e9).softmax(-1) @ v
 
 
-@form(lambda: [*qkv(), (torch.arange(L)[None] < torch.tensor([[L], [0]]))])
+@form(lambda: [*qkv(), (torch.arange(L, device=DEVICE)[None] < torch.tensor([[L], [0]], device=DEVICE))])
 def no_visible_key_is_nan(q, k, v, m):
     return (q @ k.mT).masked_fill(~m[:, None, None, :], -math.inf).softmax(-1) @ v
 
 
-@form(lambda: [*qkv(), (torch.arange(L)[None] < torch.tensor([[L], [5]])).long()])
+@form(lambda: [*qkv(), (torch.arange(L, device=DEVICE)[None] < torch.tensor([[L], [5]], device=DEVICE)).long()])
 def padding_one_minus(q, k, v, m):
     return (q @ k.mT + (1.0 - m[:, None, None, :].float()) * -10000.0).softmax(-1) @ v
 
@@ -248,14 +250,14 @@ def two_learned_biases_scaled(q, k, v, row, pair):
 
 @form(lambda: [*qkv(), rand(2 * L - 1, H)])
 def relative_table(q, k, v, table):
-    i = torch.arange(L)
+    i = torch.arange(L, device=DEVICE)
     bias = table[i[:, None] - i[None, :] + L - 1].permute(2, 0, 1)
     return (q @ k.mT + bias).softmax(-1) @ v
 
 
 @form(lambda: [*qkv(), rand(H)])
 def alibi(q, k, v, slopes):
-    i = torch.arange(L)
+    i = torch.arange(L, device=DEVICE)
     return (q @ k.mT - slopes[:, None, None] * (i[:, None] - i[None, :]).abs()).softmax(-1) @ v
 
 
@@ -335,7 +337,7 @@ def query_dimension_missing(q, k, v):
     return torch.einsum("bhk,bhkd->bhd", torch.einsum("bhd,bhkd->bhk", q, k).softmax(-1), v)
 
 
-@form(lambda: [rand(4, L, H, D), rand(4, L, H, D), rand(4, L, H, D), torch.rand(2, L, L) > 0.3])
+@form(lambda: [rand(4, L, H, D), rand(4, L, H, D), rand(4, L, H, D), torch.rand(2, L, L, device=DEVICE) > 0.3])
 def window_mask_per_image(q, k, v, m):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     s = (q @ k.mT).view(2, 2, H, L, L) + torch.where(m, 0.0, -100.0)[None, :, None]
@@ -343,12 +345,12 @@ def window_mask_per_image(q, k, v, m):
 
 
 # -- after the softmax -------------------------------------------------------------------------------------------------------
-@form(lambda: [*qkv(), torch.rand(1, H, 1, 1)])
+@form(lambda: [*qkv(), torch.rand(1, H, 1, 1, device=DEVICE)])
 def head_mask(q, k, v, m):
     return ((q @ k.mT).softmax(-1) * m) @ v
 
 
-@form(lambda: [*qkv(), torch.rand(B, 1, L, L) > 0.2])
+@form(lambda: [*qkv(), torch.rand(B, 1, L, L, device=DEVICE) > 0.2])
 def masked_after_softmax(q, k, v, m):
     return (q @ k.mT).softmax(-1).masked_fill(~m, 0.0) @ v
 
@@ -509,7 +511,7 @@ def test_dropout_with_fallback_random_is_refused() -> None:
 
 def test_masking_again_after_rows_of_minus_infinity_is_refused() -> None:
     """softmax of an all -inf row is NaN; masking it afterwards makes it 0, which a factor on NaN would not."""
-    m = torch.arange(L)[None] < torch.tensor([[L], [0]])
+    m = torch.arange(L, device=DEVICE)[None] < torch.tensor([[L], [0]], device=DEVICE)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s = (q @ k.mT).masked_fill(~m[:, None, None], -math.inf)

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor.compile_fx import compile_fx
@@ -101,7 +103,12 @@ def copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check(
-    make: Callable[[], Callable[..., Any]], *inputs: Any, dynamic: bool | None = False, compiler: Callable[..., Any] = aot_eager, tolerance: float = 1e-5
+    make: Callable[[], Callable[..., Any]],
+    *inputs: Any,
+    dynamic: bool | None = False,
+    compiler: Callable[..., Any] = aot_eager,
+    tolerance: float = 1e-5,
+    fallback_random: bool | None = None,
 ) -> Recorder:
     """Compare eager with the compiled normalised graph: outputs, buffers and gradients."""
     torch.manual_seed(0)
@@ -109,7 +116,7 @@ def check(
     torch.manual_seed(0)
     compiled = make()
     recorder = Recorder(compiler)
-    with inductor_config.patch(fallback_random=True):
+    with inductor_config.patch(fallback_random=compiler is compile_fx if fallback_random is None else fallback_random):
         want, want_grads = run(eager, copies(inputs))
         got, got_grads = run(torch.compile(compiled, backend=recorder, dynamic=dynamic), copies(inputs))
     assert recorder.results, "nothing was compiled"
@@ -284,6 +291,58 @@ def test_a_disjoint_sibling_is_not_rebuilt():
     assert aten.select_scatter.default not in recorder.targets()
 
 
+VIEWS: list[Callable[[fx.Graph, fx.Node], fx.Node]] = [
+    lambda g, x: g.call_method("transpose", (x, 0, 1)),
+    lambda g, x: g.call_method("permute", (x, 2, 0, 1)),
+    lambda g, x: g.call_function(operator.getitem, (x, slice(1, None))),
+    lambda g, x: g.call_function(operator.getitem, (x, (Ellipsis, slice(None, None, 2)))),
+    lambda g, x: g.call_method("unsqueeze", (g.call_function(operator.getitem, (x, 0)), 1)),
+    lambda g, x: g.call_method("unsqueeze", (g.call_method("select", (x, 1, -1)), 1)),
+    lambda g, x: g.call_method("reshape", (g.call_method("flatten", (x,)), (1, 1, -1))),
+    lambda g, x: g.call_method("unsqueeze", (g.call_function(operator.getitem, (g.call_method("unbind", (x, 0)), 0)), 0)),
+    lambda g, x: g.call_method("contiguous", (x,)),
+    lambda g, x: g.call_method("narrow", (x, 2, 0, 1)),
+    lambda g, x: g.call_method("expand", (x, -1, -1, -1)),
+]
+UPDATES: list[Callable[[fx.Graph, fx.Node], fx.Node]] = [
+    lambda g, x: g.call_method("mul_", (x, 1.5)),
+    lambda g, x: g.call_method("add_", (x, 1)),
+    lambda g, x: g.call_method("masked_fill_", (x, g.call_method("gt", (x, 0.3)), 0.25)),
+    lambda g, x: g.call_method("copy_", (x, g.call_method("sum", (x,)))),
+    lambda g, x: g.call_method("fill_", (x, 0.5)),
+    lambda g, x: g.call_function(operator.setitem, (x, 0, 0.125)),
+]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 10), st.integers(0, 20)), min_size=2, max_size=9), st.lists(st.integers(0, 20), min_size=1, max_size=2))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_mix_of_views_and_updates_keeps_its_meaning(steps, results):
+    """Random programs over one intermediate; what is read is returned through a sine, so that gradients depend on values."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    with torch._subclasses.FakeTensorMode():
+        x.meta["example_value"] = torch.empty(3, 4, 5, requires_grad=True)
+    nodes = [graph.call_function(operator.mul, (x, 2.0))]
+    for update, kind, which in steps:
+        source = nodes[which % len(nodes)]
+        made = UPDATES[kind % len(UPDATES)](graph, source) if update else VIEWS[kind % len(VIEWS)](graph, source)
+        if not update:
+            nodes.append(made)
+    graph.output(tuple(graph.call_method("sin", (nodes[r % len(nodes)],)) for r in results))
+    gm = fx.GraphModule(nn.Module(), graph)
+    value = torch.randn(3, 4, 5, requires_grad=True)
+    try:
+        want, want_grads = run(gm, copies((value,)))
+    except (RuntimeError, IndexError):
+        reject()  # eager itself refuses
+    result = normalize(gm)
+    assert isinstance(result, Normalized), result
+    got, got_grads = run(result.gm, copies((value,)))
+    assert [t.stride() for t in want] == [t.stride() for t in got]
+    for a, b in zip((*want, *want_grads), (*got, *got_grads), strict=True):
+        torch.testing.assert_close(b, a)
+
+
 # -- updates that must stay ------------------------------------------------------------------------------------------------
 class Cache(nn.Module):
     def __init__(self) -> None:
@@ -377,7 +436,7 @@ class Normed(nn.Module):
         self.attention, self.norm, self.act = Attention(), nn.BatchNorm1d(16), nn.ReLU(inplace=True)
 
     def forward(self, x):
-        y = self.norm((x + self.attention(x)).transpose(1, 2))
+        y = self.norm((x + self.attention(x)).flatten(0, 1))
         return F.dropout(self.act(y) * 1, 0.2, inplace=True)
 
 
@@ -408,7 +467,10 @@ class Regions(nn.Module):
 @pytest.mark.parametrize("model", [Attention, Normed])
 def test_models_train_as_in_eager(model, compiler, dynamic):
     recorder = check(model, rand(2, 9, 16), dynamic=dynamic, compiler=compiler, tolerance=1e-4)
-    assert not recorder.updates()
+    allowed = {"add_"} if model is Normed else set()  # num_batches_tracked
+    if compiler is compile_fx:
+        allowed.add("dropout_")  # run with fallback_random: see below
+    assert {n.target._schema.name.removeprefix("aten::") for n in recorder.updates()} <= allowed
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -456,10 +518,17 @@ def test_random_operators_keep_their_order_and_number():
         z = F.dropout(x * 1, 0.3, inplace=True)
         return y, z, torch.randn(3), torch.empty(4).bernoulli_(0.5), torch.empty(5).uniform_()
 
-    recorder = check(lambda: f, rand(3, 4))
+    recorder = check(lambda: f, rand(3, 4), fallback_random=True)
     drawn = [n.target for n in recorder.gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags]
-    assert drawn[-5:] == [aten.rand_like.default, aten.dropout.default, aten.randn.default, aten.bernoulli.p, aten.uniform_.default]
-    assert drawn.count(aten.dropout.default) == 3
+    assert drawn[-5:] == [aten.rand_like.default, aten.dropout_.default, aten.randn.default, aten.bernoulli_.float, aten.uniform_.default]
+    assert drawn.count(aten.dropout.default) == 2
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_random_updates_stay_where_inductor_reproduces_eagers_numbers(fallback):
+    with inductor_config.patch(fallback_random=fallback):
+        result = normalised(lambda x: F.dropout((x * 2).transpose(0, 1), 0.5, inplace=True), rand(3, 4))
+    assert (aten.dropout_.default in [n.target for n in result.gm.graph.nodes]) == fallback
 
 
 def test_constants_are_part_of_the_code():
@@ -715,8 +784,10 @@ def hugging_face(name: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     small: dict[str, Any] = {"vocab_size": 64, "attn_implementation": "eager"}
     if name == "gpt2":
-        return transformers.GPT2Model(transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=32, bos_token_id=0, eos_token_id=0, **small))
-    more = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 32, "pad_token_id": 0, **small}
+        config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=32, bos_token_id=0, eos_token_id=0, **small)
+        return transformers.GPT2Model(config)
+    more = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, **small}
+    more |= {"max_position_embeddings": 32, "pad_token_id": 0}
     if name == "bert":
         return transformers.BertModel(transformers.BertConfig(**more))
     return transformers.LlamaModel(transformers.LlamaConfig(num_key_value_heads=1, bos_token_id=0, eos_token_id=0, use_cache=False, **more))

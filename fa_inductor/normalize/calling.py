@@ -57,7 +57,10 @@ def _replace(graph: fx.Graph, node: fx.Node, value: torch.Tensor) -> None:
     """Put a call that makes ``value`` in the place of a node (and of the ``detach_`` that ``torch.tensor`` ends with)."""
     how: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
     with graph.inserting_before(node):
-        literal = graph.call_function(aten.full.default, ([], value.item()), how) if value.dim() == 0 else graph.call_function(torch.tensor, (value.tolist(),), how)
+        if value.dim() == 0:
+            literal = graph.call_function(aten.full.default, ([], value.item()), how)
+        else:
+            literal = graph.call_function(torch.tensor, (value.tolist(),), how)
     literal.meta.update(node.meta)
     for old in [*(u for u in node.users if u.target is aten.detach_.default), node]:
         old.replace_all_uses_with(literal)

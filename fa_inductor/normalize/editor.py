@@ -31,7 +31,7 @@ class Editor:
         self._before: dict[fx.Node, tuple[Any, Any, Any, Any]] = {}
         self._removed: list[fx.Node] = []
         inputs = gm.graph.find_nodes(op="placeholder")
-        self._sizes = {n.meta["val"].node.expr: n for n in inputs if isinstance(n.meta.get("val"), torch.SymInt)}
+        self._sizes: dict[Any, fx.Node] = {n.meta["val"].node.expr: n for n in inputs if isinstance(n.meta.get("val"), torch.SymInt)}
 
     # -- building ------------------------------------------------------------------------------------------------------
     def call(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -49,14 +49,15 @@ class Editor:
         return [s if isinstance(s, int) else self._size(before, like, i, s) for i, s in enumerate(like.meta["val"].shape)]
 
     def _size(self, before: fx.Node, like: fx.Node, dim: int, size: torch.SymInt) -> fx.Node:
-        expression = size.node.expr
+        expression: Any = size.node.expr
         if expression not in self._sizes:
             self._sizes[expression] = self.call(before, like, aten.sym_size.int, like, dim)
         return self._sizes[expression]
 
     def replay(self, before: fx.Node, node: fx.Node, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Insert a copy of ``node`` that reads other nodes."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, n))
+        """Insert a copy of ``node``, as it was before any edit, that reads other nodes."""
+        _, args, kwargs, _ = self._before.get(node, (None, node.args, node.kwargs, None))
+        args, kwargs = fx.map_arg((args, kwargs), lambda n: replaced.get(n, n))
         return self.call(before, node, node.target, *args, **kwargs)
 
     def replace_inputs(self, node: fx.Node, replaced: dict[fx.Node, fx.Node]) -> None:

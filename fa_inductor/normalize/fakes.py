@@ -31,10 +31,8 @@ def fresh_copies(values: Any, mode: FakeTensorMode) -> Any:
     def copy(value: Any) -> Any:
         if not isinstance(value, FakeTensor):
             return value
-        if not value.requires_grad or value.is_leaf:
-            copied = value.data.requires_grad_(value.requires_grad)
-        else:
-            copied = _NonLeaf.apply(anchor, value)  # type: ignore[no-untyped-call]
+        leaf = not value.requires_grad or value.is_leaf
+        copied: Any = value.data.requires_grad_(value.requires_grad) if leaf else _NonLeaf.apply(anchor, value)  # type: ignore[no-untyped-call]
         if value.item_memo is not None:  # a Python number that Dynamo made an input
             copied.item_memo = value.item_memo
         return copied

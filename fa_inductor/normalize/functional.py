@@ -9,6 +9,8 @@ the in-place graph is correct, and later stages refuse what they cannot read.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -83,7 +85,9 @@ class _Rewrite:
             raise Impossible("its memory is an input's, is returned twice, or has a user that is not understood")
         for node in sorted(self.members.union(*(n.users for n in self.members))):
             used = [n for n in node.all_input_nodes if n in self.members]
-            target = node.args[0] if node in self.mutations else None
+            target = node.args[0] if node in self.mutations and node.args else None
+            if node in self.mutations and target not in self.members:
+                raise Impossible(f"{node.target} writes more than its first argument")
             if node.target in METADATA_READS:
                 self.editor.replace_inputs(node, {n: self.unmutated(n) for n in used})
             else:
@@ -134,7 +138,7 @@ class _Rewrite:
     def rebuild(self, before: fx.Node, chain: list[fx.Node], bases: dict[fx.Node, fx.Node], value: fx.Node) -> int:
         """Give each base of ``chain[0]`` its value after the update; returns how many have one."""
         views = [n for n in chain if not isinstance(n.meta["val"], (list, tuple))]
-        for i, (view, base) in enumerate(zip(views, views[1:], strict=False)):
+        for i, (view, base) in enumerate(pairwise(views)):
             updated = None
             if base in bases:
                 same = same_place(view, base)

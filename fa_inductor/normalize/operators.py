@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import fx
 from torch._ops import OpOverload
 
@@ -18,7 +19,7 @@ from .editor import Editor, Impossible
 aten = torch.ops.aten
 
 _RANDOM = frozenset({aten.dropout_.default, aten.bernoulli_.float})
-"""Random operators whose functional form draws the same numbers (the tensor form's does not: it draws p's shape)."""
+"""Random operators whose functional form has a derivative and the same distribution."""
 
 
 def functional_form(editor: Editor, node: fx.Node, *, autocast: bool, stands_alone: bool) -> fx.Node:
@@ -37,8 +38,8 @@ def functional_form(editor: Editor, node: fx.Node, *, autocast: bool, stands_alo
     if target is aten.zero_.default:
         return editor.call(node, node, aten.zeros_like.default, x)
     functional = functional_overload(target)
-    if functional is None or (torch.Tag.nondeterministic_seeded in target.tags and not _same_numbers(target, x)):
-        raise Impossible(f"{target} has no functional form with the same result")
+    if functional is None or (torch.Tag.nondeterministic_seeded in target.tags and not _may_redraw(target)):
+        raise Impossible(f"{target} has no functional form that gives the same result")
     if autocast and _autocast_rule(functional) and not _autocast_rule(target):
         raise Impossible(f"autocast has a rule for {functional} and none for {target}")
     args = [*node.args, *(a.default_value for a in target._schema.arguments[len(node.args) :] if not a.kwarg_only and a.name not in node.kwargs)]
@@ -80,13 +81,12 @@ def functional_overload(op: OpOverload) -> OpOverload | None:
     return found if same else None
 
 
-def _same_numbers(op: OpOverload, x: fx.Node) -> bool:
-    """Dropout's functional form is another kernel on CUDA: it matters only where Inductor is told to reproduce eager's numbers."""
-    import torch._inductor.config as inductor
-
-    return op in _RANDOM and (x.meta["val"].device.type == "cpu" or not inductor.fallback_random)
+def _may_redraw(op: OpOverload) -> bool:
+    """The functional form can be another kernel that draws other numbers: not where Inductor is told to reproduce eager's."""
+    return op in _RANDOM and not inductor_config.fallback_random
 
 
 @cache
 def _autocast_rule(op: OpOverload) -> bool:
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in ("AutocastCPU", "AutocastCUDA"))
+    name = op.name()  # type: ignore[no-untyped-call]
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in ("AutocastCPU", "AutocastCUDA"))

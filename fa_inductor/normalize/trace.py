@@ -27,7 +27,7 @@ from .calling import adopt_placeholders, inline_constants
 from .fakes import fresh_copies
 from .state import Ambient, ambient, restored
 
-FUNCTORCH = declare("normalize_functorch", "Graphs with torch.vmap, torch.func.grad or jvp are compiled by Inductor as they are; write the batched form to have them analysed.")
+FUNCTORCH = declare("normalize_functorch", "Graphs with torch.vmap, torch.func.grad or jvp are compiled as they are; write the batched form instead.")
 
 PLAIN_WRAPPERS = frozenset({"tag_activation_checkpoint", "wrap"})
 """Higher-order operators ``op(body, *operands)`` that yield ``body(*operands)``."""

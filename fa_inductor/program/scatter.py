@@ -1,7 +1,7 @@
 """The transpose of ``load``: adding what a gradient program yields for its loads into the captured tensors' gradients.
 
 ``grad capture[index(b, h, q, k)] += dload(b, h, q, k)`` for all (b, h, q, k) of a box. Plain broadcast loads are reduced by
-sums over the axes they do not read; loads by index expression are accumulated with ``index_put_``, after summing over the
+sums over the axes they do not read; loads by index expression are accumulated element by element, after summing over the
 axes on which no index depends.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .derivative import differentiate
@@ -53,7 +54,7 @@ def gradient_program(program: ScoreProgram, wanted: Collection[int] = ()) -> Gra
 
 
 def scatter_loads(gradient: GradientProgram, values: Sequence[Tensor], coordinates: Coordinates, targets: Sequence[Tensor | None]) -> None:
-    """Add the gradients in ``values`` (the evaluated results of ``gradient.program``) to ``targets``, one per capture."""
+    """Add the gradients in ``values`` (the evaluated results of ``gradient.program``) to ``targets``, one per capture, contiguous."""
     box = tuple(stop - start for start, stop in (coordinates.range(n) for n in _NAMES))
     for i, site in enumerate(gradient.sites):
         target = targets[site.capture]
@@ -78,4 +79,11 @@ def _scatter_plain(target: Tensor, dload: Tensor, axes: tuple[str | int, ...], c
 def _scatter_indexed(target: Tensor, dload: Tensor, indices: list[Tensor]) -> None:
     unread = [d for d in range(4) if all(i.shape[d] == 1 for i in indices)]
     total = dload.sum(unread, keepdim=True) if unread else dload
-    target.index_put_(tuple(i.expand(total.shape) for i in indices), total, accumulate=True)
+    if target.device.type != "cpu":
+        target.index_put_(tuple(i.expand(total.shape) for i in indices), total, accumulate=True)
+        return
+    # index_put_ on the CPU adds with atomics from all threads: slow where few entries take all sums, and in no fixed order
+    place = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+    for index, size, stride in zip(indices, target.shape, target.stride(), strict=True):
+        place = place + torch.remainder(index, size) * stride  # negative indices count from the end, as in a load
+    target.view(-1).scatter_add_(0, place.expand(total.shape).reshape(-1), total.reshape(-1))

@@ -100,7 +100,9 @@ class _Attention:
         gradient = gradient_program(self.plan.program, wanted)
         values = self._evaluate(gradient.program, grad=ds)
         dscore = values[1].expand(self.shape)
-        targets = [torch.zeros_like(c, dtype=self.dtype) if need else None for c, need in zip(self.inputs.captures, needs.captures, strict=True)]
+        targets = [
+            torch.zeros(c.shape, dtype=self.dtype, device=c.device) if need else None for c, need in zip(self.inputs.captures, needs.captures, strict=True)
+        ]
         scatter_loads(gradient, values, self.coordinates, targets)
         self._scatter_post(wanted, dp_eff, targets)
         return Gradients(

@@ -15,6 +15,9 @@ from .ops import tiled_backward, tiled_forward
 
 DTYPE = declare("tiled_dtype", "The tiled kernel computes in fp32 and takes float32, bfloat16 and float16 inputs.")
 Q_TILE, K_TILE, ELEMENTS = 128, 512, 1 << 18
+"""On the CPU: a block of scores in the L2 cache."""
+DEVICE_Q_TILE, DEVICE_K_TILE, DEVICE_ELEMENTS = 1024, 4096, 1 << 25
+"""Elsewhere: few launches, each large enough to fill the device."""
 
 
 class TiledKernel:
@@ -29,17 +32,18 @@ class TiledKernel:
         return []
 
     def plan(self, request: AttentionRequest) -> Plan:
+        q_tile, k_tile, elements = (Q_TILE, K_TILE, ELEMENTS) if request.device == "cpu" else (DEVICE_Q_TILE, DEVICE_K_TILE, DEVICE_ELEMENTS)
         return Plan(
             kernel=self.name,
             program=request.program,
             facts=request.facts,
             post=request.post,
-            config=(("elements", ELEMENTS), ("k_tile", K_TILE), ("layout", output_layout(request.q)), ("q_tile", Q_TILE)),
+            config=(("elements", elements), ("k_tile", k_tile), ("layout", output_layout(request.q)), ("q_tile", q_tile)),
             tf32=request.tf32,
             deterministic=request.deterministic,
             masked_rows=request.masked_rows,
             source_hash=source_hash(str(Path(__file__).parent)),
-            reason=f"takes any score program in linear memory; {Q_TILE} x {K_TILE} tiles",
+            reason=f"takes any score program in linear memory; {q_tile} x {k_tile} tiles",
         )
 
     def forward(self, plan: Plan, inputs: Inputs) -> Forward:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
+class Derivative:
+    """Gradient programs of the score function and of the post factor (if it reads a wanted capture)."""
+
+    score: GradientProgram
+    steps: Steps
+    post: GradientProgram | None
+
+
+@dataclass(frozen=True)
 class Compiled:
     """A plan's programs, analysed once. ``masked``: the mask is applied by ``Visibility`` and ``core`` is the program without it."""
 
@@ -42,6 +51,15 @@ class Compiled:
     masked: bool
     core: ScoreProgram
     forward: Steps
+    derivatives: dict[tuple[int, ...], Derivative] = field(default_factory=dict)
+
+    def derivative(self, wanted: tuple[int, ...]) -> Derivative:
+        """For the captures of these numbers."""
+        if wanted not in self.derivatives:
+            score = gradient_program(self.core, wanted)
+            post = gradient_program(self.plan.post, wanted) if self.plan.post is not None and wanted else None
+            self.derivatives[wanted] = Derivative(score, Steps(score.program), post)
+        return self.derivatives[wanted]
 
 
 def compile_plan(plan: Plan) -> Compiled:
@@ -222,6 +240,8 @@ class Attention:
         s = self.shape
         out = empty_output(self.q, s.dv, str(self.plan.get("layout")))
         hi, lo = (torch.empty((s.batch, s.heads, s.lq), dtype=torch.float32, device=self.device) for _ in range(2))
+        if s.lk == 0:
+            return out.zero_(), hi.fill_(-math.inf), lo.zero_()  # an empty sum
         check = self.mask is not None and not self.mask.every_row_visible and self.mask.skip_above > -math.inf
         for chunk in self.chunks():
             for rows in ranges(s.lq, self.tiles.q):
@@ -286,10 +306,9 @@ class Backward:
         self.call, self.needs = call, needs
         self.out, self.hi, self.lo, self.grad_out = out, hi, lo, grad_out
         plan = call.plan
-        wanted = [i for i, need in enumerate(needs[3:]) if need]
-        self.gradient: GradientProgram = gradient_program(call.compiled.core, wanted)
-        self.steps = Steps(self.gradient.program)
-        self.post = gradient_program(plan.post, wanted) if plan.post is not None and wanted else None
+        wanted = tuple(i for i, need in enumerate(needs[3:]) if need)
+        derivative = call.compiled.derivative(wanted)
+        self.gradient, self.steps, self.post = derivative.score, derivative.steps, derivative.post
         self.needs_scores = needs[0] or needs[1] or bool(wanted)
         self.targets = [torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None for c, n in zip(call.captures, needs[3:], strict=True)]
         layout = str(plan.get("layout"))

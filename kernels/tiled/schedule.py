@@ -87,7 +87,7 @@ class Visibility:
 
     def key_blocks(self, step: int) -> tuple[list[list[bool]], list[list[bool]]] | None:
         """For each batch and each aligned block of ``step`` keys: does any head see some key of it, do all heads see all of it."""
-        if self.key is None:
+        if self.key is None or self.shape.lk == 0:
             return None
         key = self.key.expand(self.shape.batch, -1, -1, self.shape.lk).squeeze(2)
         some = [key[..., a:b].any(-1).any(-1) for a, b in ranges(self.shape.lk, step)]

@@ -8,7 +8,6 @@ product (``baddbmm`` with alpha and beta), and a factor at the end of ``dscore``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -190,8 +189,3 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "not": torch.logical_not,
     "where": torch.where,
 }
-
-
-@lru_cache(maxsize=256)
-def steps_of(program: ScoreProgram) -> Steps:
-    return Steps(program)

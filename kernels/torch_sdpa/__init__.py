@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fa_inductor.kernel_support import source_hash
+from fa_inductor.kernel_support import output_layout, source_hash
 from fa_inductor.program import Coordinates, ScoreProgram, evaluate
 from fa_inductor.program.affine import affine_form
 from fa_inductor.refusal import Refusal
@@ -38,7 +38,13 @@ class TorchSdpaKernel:
             kernel=self.name,
             program=request.program,
             facts=request.facts,
-            config=(("backend", backend), ("causal", form.causal), ("offset", form.offset is not None), ("scale", repr(form.scale))),
+            config=(
+                ("backend", backend),
+                ("causal", form.causal),
+                ("layout", output_layout(request.q)),
+                ("offset", form.offset is not None),
+                ("scale", repr(form.scale)),
+            ),
             deterministic=request.deterministic,
             masked_rows=request.masked_rows,
             source_hash=source_hash(str(Path(__file__).parent)),
@@ -51,8 +57,8 @@ class TorchSdpaKernel:
 
     def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients:
         assert not plan.get("offset"), "sites with a mask or bias are served without gradients only"
-        # the operators read a last stride of 1; their output has heads inside lengths, and so has its gradient as a rule: then this is free
-        grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
+        # the operators take a gradient with a last stride of 1; cuDNN's gave wrong gradients where its layout was not the output's (H200, torch 2.11)
+        grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2) if plan.get("layout") == "blhd" else grad_out.contiguous()
         with torch.autocast(inputs.q.device.type, enabled=False):
             found = _BACKWARD[str(plan.get("backend"))](inputs, result, grad_out, float(str(plan.get("scale"))), bool(plan.get("causal")))
         q, k, v = (t if need else None for t, need in zip(found, (needs.q, needs.k, needs.v), strict=True))
@@ -109,13 +115,28 @@ def _backward_flash(inputs: Inputs, result: Forward, grad_out: Tensor, scale: fl
 
 def _forward_cudnn(plan: Plan, inputs: Inputs, scale: float, causal: bool) -> Forward:
     found = aten._scaled_dot_product_cudnn_attention(inputs.q, inputs.k, inputs.v, None, True, inputs.dropout_p, causal, False, scale=scale)
-    return Forward(found[0], found[1], (found[6], found[7]))
+    return Forward(found[0], found[1].squeeze(-1), (found[6], found[7]))  # cuDNN's lse is (B, H, Lq, 1)
 
 
 def _backward_cudnn(inputs: Inputs, result: Forward, grad_out: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, state = inputs.q, inputs.k, inputs.v, result.extra
     return aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out, q, k, v, result.out, result.lse, state[0], state[1], None, None, None, q.shape[2], k.shape[2], inputs.dropout_p, causal, scale=scale
+        grad_out,
+        q,
+        k,
+        v,
+        result.out,
+        result.lse.unsqueeze(-1),
+        state[0],
+        state[1],
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        inputs.dropout_p,
+        causal,
+        scale=scale,
     )
 
 

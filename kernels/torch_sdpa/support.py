@@ -32,7 +32,7 @@ DROPOUT = declare("sdpa_dropout", "PyTorch's fused attention on the CPU has no d
 DTYPE = declare("sdpa_dtype", "PyTorch's fused attention takes float16 and bfloat16, and float32 on the CPU.")
 HEAD_SIZE = declare("sdpa_head_size", "PyTorch's fused attention kernels are limited in head sizes.")
 STRIDES = declare("sdpa_strides", "PyTorch's fused attention reads tensors whose last dimension is contiguous.")
-LENGTHS = declare("sdpa_lengths", "PyTorch's fused causal attention on CUDA is only used where query and key lengths are the same.")
+LENGTHS = declare("sdpa_lengths", "PyTorch's fused attention is not used on empty tensors, nor on CUDA for causal masks of unequal lengths.")
 DEVICE = declare("sdpa_device", "PyTorch's fused attention is used on CPUs and on NVIDIA GPUs from compute capability 8.0.")
 DETERMINISTIC = declare("sdpa_deterministic", "This PyTorch kernel's backward pass is not deterministic.")
 
@@ -150,6 +150,8 @@ def _common(request: AttentionRequest, dtypes: tuple[torch.dtype, ...]) -> list[
         found.append(Refusal(DTYPE, f"q, k and v are {str(request.q.dtype).removeprefix('torch.')} on {request.device}"))
     if request.post is not None:
         found.append(Refusal(POST, "the probabilities are multiplied by a factor after the softmax"))
+    if any(isinstance(n, int) and n == 0 for t in (request.q, request.k, request.v) for n in t.shape):
+        found.append(Refusal(LENGTHS, "a dimension of size 0"))
     if not all(isinstance(t.stride[3], int) and t.stride[3] == 1 for t in (request.q, request.k, request.v)):
         found.append(Refusal(STRIDES, "the last dimension of q, k or v is not contiguous"))
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_inductor.program import Coordinates, evaluate
 from fa_inductor.request import Forward, Gradients, Inputs, Needs, Plan, Size
 
 from .codegen import columns_kernel, delta_kernel, dense_kernel, rows_kernel, sum_kernel, traits_of
@@ -117,7 +118,8 @@ def _dense(plan: Plan, inputs: Inputs, shared: dict[str, Any], gradient: LoadGra
     options = _options(plan, "dense")
     grid = tiles(length, options["BLOCK_M"]) * tiles(keys, options["BLOCK_N"]) * batches * kept_heads
     # flat, so that no shape holds the number of chunks and nothing asks whether it is 1
-    out = torch.empty((batches, kept_heads, length, keys), dtype=inputs.captures[gradient.capture].dtype, device=inputs.q.device)
+    dtype = torch.float32 if gradient.axes is None else inputs.captures[gradient.capture].dtype
+    out = torch.empty((batches, kept_heads, length, keys), dtype=dtype, device=inputs.q.device)
     elements = batches * kept_heads * length * keys
     whole = "b" in letters and "h" in letters
     chunks = 1 if whole else _chunks(grid, (1 if "b" in letters else batch) * (1 if "h" in letters else heads))
@@ -141,14 +143,17 @@ def _gather(inputs: Inputs, capture: int, sums: list[tuple[LoadGradient, Tensor]
     total = None
     for gradient, partial in sums:
         missing = [d for d, letter in enumerate("bhqk") if letter not in gradient.letters]
-        reduced = partial.sum(missing) if missing else partial
-        placed = _place(tensor, gradient, reduced)
+        if gradient.axes is None:
+            placed = _scatter(inputs, gradient, partial.sum(missing, keepdim=True) if missing else partial)
+        else:
+            placed = _place(tensor, gradient, partial.sum(missing) if missing else partial)
         total = placed if total is None else total + placed
     return torch.zeros_like(tensor) if total is None else total.to(tensor.dtype)
 
 
 def _place(tensor: Tensor, gradient: LoadGradient, value: Tensor) -> Tensor:
     """Permute (b, h, q, k) order into the tensor's, at the constant indices that the load uses."""
+    assert gradient.axes is not None
     letters = [a for a in gradient.axes if isinstance(a, str)]
     value = value.permute([gradient.letters.index(a) for a in letters])
     for d, axis in enumerate(gradient.axes):
@@ -159,3 +164,13 @@ def _place(tensor: Tensor, gradient: LoadGradient, value: Tensor) -> Tensor:
                 after = value.ndim - 1 - d
                 value = torch.constant_pad_nd(value, [0, 0] * after + [axis % size, size - 1 - axis % size])
     return value
+
+
+def _scatter(inputs: Inputs, gradient: LoadGradient, value: Tensor) -> Tensor:
+    """Add ``value``, of rank 4, at the entries that the load's index expressions name."""
+    assert gradient.indices is not None
+    q, tensor = inputs.q, inputs.captures[gradient.capture]
+    box = Coordinates((0, q.shape[0]), (0, q.shape[1]), (0, q.shape[2]), (0, inputs.k.shape[2]))
+    indices = evaluate(gradient.indices, box, captures=inputs.captures, sizes=inputs.sizes, device=q.device)
+    zeros = torch.zeros(tensor.shape, dtype=value.dtype, device=q.device)
+    return zeros.index_put([i.expand(value.shape) for i in indices], value, accumulate=True)

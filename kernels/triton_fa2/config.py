@@ -11,7 +11,10 @@ import torch
 
 from fa_inductor.request import AttentionRequest
 
+from .fold import depends
 from .text import block
+
+_PROCESSORS = 132
 
 
 @dataclass(frozen=True)
@@ -39,66 +42,99 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
     size = request.q.dtype.itemsize
     limit = shared_memory(request.capability)
     hopper = request.capability is None or request.capability[0] >= 9
-    launches = {
-        "fwd": _forward(wide, size, hopper),
-        "rows": _rows(wide, size, hopper),
-        "columns": _columns(wide, size, hopper),
-        "dense": Launch(64, 64, 4, 1) if wide * size <= 256 else Launch(32, 32, 4, 1),
-    }
+    launches = _full_precision(wide) if size == 4 else _hopper(wide) if hopper else _ampere(wide)
     entries: dict[str, int | str | bool] = {
         "d": d,
         "dv": dv,
         "group": int(request.q.shape[1]) // int(request.k.shape[1]),
         "dropout": request.dropout_p > 0,
         "split": wide == 256 and size == 2,
-        "precision": "" if request.q.dtype != torch.float32 else f', input_precision="{"tf32" if request.tf32 else "ieee"}"',
+        "precision": "" if size == 2 else f', input_precision="{"tf32" if request.tf32 else "ieee"}"',
     }
     for name, launch in launches.items():
-        fitted = _fit(name, launch, block(d), block(dv), size, limit)
+        fitted = _fit(name, _shrink(name, launch, request), request, limit)
         entries |= {f"{name}_m": fitted.m, f"{name}_n": fitted.n, f"{name}_warps": fitted.warps, f"{name}_stages": fitted.stages}
     return tuple(sorted(entries.items()))
 
 
-def _forward(wide: int, size: int, hopper: bool) -> Launch:
-    if size == 4:
-        return Launch(64, 32, 4, 2) if wide <= 32 else Launch(64, 32, 8, 2) if wide <= 64 else Launch(32, 32, 8, 1) if wide <= 128 else Launch(16, 16, 4, 1)
-    if hopper:
-        return Launch(128, 128, 4, 3) if wide <= 64 else Launch(128, 64, 8, 3) if wide <= 128 else Launch(128, 64, 8, 2)
-    return Launch(128, 64, 4, 3) if wide <= 64 else Launch(128, 64, 8, 2) if wide <= 128 else Launch(64, 32, 8, 2)
+def _hopper(wide: int) -> dict[str, Launch]:
+    """Half precision on compute capability 9.0 and later: none of these spills registers."""
+    dense = Launch(64, 64, 4, 1)
+    if wide <= 64:
+        return {"fwd": Launch(128, 64, 4, 3), "rows": Launch(64, 64, 4, 3), "columns": Launch(64, 128, 8, 3), "dense": dense}
+    if wide <= 128:
+        return {"fwd": Launch(128, 64, 8, 3), "rows": Launch(128, 64, 8, 2), "columns": Launch(32, 128, 8, 2), "dense": dense}
+    return {"fwd": Launch(128, 64, 8, 2), "rows": Launch(128, 32, 8, 2), "columns": Launch(32, 128, 8, 2), "dense": Launch(32, 32, 4, 1)}
 
 
-def _rows(wide: int, size: int, hopper: bool) -> Launch:
-    if size == 4:
-        return Launch(32, 32, 4, 1) if wide <= 64 else Launch(32, 32, 8, 1) if wide <= 128 else Launch(16, 16, 4, 1)
-    if hopper:
-        return Launch(128, 64, 8, 3) if wide <= 64 else Launch(128, 64, 8, 2) if wide <= 128 else Launch(128, 32, 8, 2)
-    return Launch(64, 64, 4, 2) if wide <= 64 else Launch(64, 64, 8, 1) if wide <= 128 else Launch(32, 32, 8, 1)
+def _ampere(wide: int) -> dict[str, Launch]:
+    """Half precision on 8.x, where products read registers."""
+    dense = Launch(64, 64, 4, 1) if wide <= 128 else Launch(32, 32, 4, 1)
+    if wide <= 64:
+        return {"fwd": Launch(128, 64, 4, 3), "rows": Launch(64, 64, 4, 2), "columns": Launch(64, 64, 4, 2), "dense": dense}
+    if wide <= 128:
+        return {"fwd": Launch(128, 64, 8, 2), "rows": Launch(64, 64, 8, 1), "columns": Launch(32, 64, 8, 1), "dense": dense}
+    return {"fwd": Launch(64, 32, 8, 2), "rows": Launch(32, 32, 8, 1), "columns": Launch(32, 32, 8, 1), "dense": dense}
 
 
-def _columns(wide: int, size: int, hopper: bool) -> Launch:
-    if size == 4:
-        return Launch(32, 32, 4, 1) if wide <= 64 else Launch(32, 32, 8, 1) if wide <= 128 else Launch(16, 16, 4, 1)
-    if hopper:
-        return Launch(64, 128, 8, 3) if wide <= 64 else Launch(32, 128, 8, 2)
-    return Launch(64, 64, 4, 2) if wide <= 64 else Launch(32, 64, 8, 1) if wide <= 128 else Launch(32, 32, 8, 1)
+def _full_precision(wide: int) -> dict[str, Launch]:
+    """fp32: products without tensor cores are unrolled over D, so tiles shrink as D grows."""
+    if wide <= 64:
+        return {"fwd": Launch(64, 32, 8, 2), "rows": Launch(32, 32, 4, 1), "columns": Launch(32, 32, 4, 1), "dense": Launch(32, 32, 4, 1)}
+    if wide <= 128:
+        return {"fwd": Launch(32, 32, 8, 1), "rows": Launch(32, 32, 8, 1), "columns": Launch(32, 32, 8, 1), "dense": Launch(32, 32, 8, 1)}
+    return {name: Launch(16, 16, 4, 1) for name in ("fwd", "rows", "columns", "dense")}
 
 
-def estimate(name: str, launch: Launch, d: int, dv: int, size: int) -> int:
-    """Bytes of shared memory: the tiles that stay, the pipelined ones once per stage, the score tiles that are exchanged."""
+def _shrink(name: str, launch: Launch, request: AttentionRequest) -> Launch:
+    """Smaller tiles where the lengths are known and short, or where too few programs would run to fill the GPU."""
+    m, n, warps = launch.m, launch.n, launch.warps
+    batch, heads, queries, _ = request.q.shape
+    keys = request.k.shape[2]
+    if isinstance(queries, int):
+        m = min(m, block(queries))
+    if isinstance(keys, int):
+        n = min(n, block(keys))
+    if all(isinstance(x, int) for x in (batch, queries, keys)):
+        own, length = (n, keys) if name == "columns" else (m, queries)
+        programs = batch * heads * -(-length // own)
+        if programs < _PROCESSORS and own > 64:
+            m, n = (m, 64) if name == "columns" else (64, n)
+    warps = min(warps, 4) if m * n < launch.m * launch.n and m * n <= 64 * 64 else warps
+    return Launch(m, n, warps, launch.stages)
+
+
+def dense_bytes(request: AttentionRequest) -> int:
+    """Bytes a score of the captured tensors that are read at both q and k."""
+    total = 0
+    for program in (request.program, request.post):
+        for node, needs in zip(program.nodes, depends(program), strict=True) if program else ():
+            if node.op == "load" and {"q", "k"} <= needs:
+                total += getattr(torch, program.captures[int(node.value)].dtype).itemsize  # type: ignore[union-attr, arg-type]
+    return total
+
+
+def estimate(name: str, launch: Launch, d: int, dv: int, size: int, dense: int = 0) -> int:
+    """Bytes of shared memory: the tiles that stay, the pipelined ones once per stage, the score tiles that are exchanged.
+
+    ``dense``: see ``dense_bytes``; such tiles are pipelined too.
+    """
     both = (d + dv) * size
     scores = launch.m * launch.n * size
+    captured = launch.stages * launch.m * launch.n * dense
     if name == "fwd":
-        return launch.m * d * size + launch.stages * launch.n * both + scores
+        return launch.m * d * size + launch.stages * launch.n * both + scores + captured
     if name == "rows":
-        return launch.m * both + launch.stages * launch.n * both + 2 * scores
+        return launch.m * both + launch.stages * launch.n * both + 2 * scores + captured
     if name == "columns":
-        return launch.n * both + launch.stages * (launch.m * both + 8 * launch.m) + 2 * scores
-    return (launch.m + launch.n) * both + 2 * scores
+        return launch.n * both + launch.stages * (launch.m * both + 8 * launch.m) + 2 * scores + captured
+    return (launch.m + launch.n) * both + 2 * scores + captured
 
 
-def _fit(name: str, launch: Launch, d: int, dv: int, size: int, limit: int) -> Launch:
+def _fit(name: str, launch: Launch, request: AttentionRequest, limit: int) -> Launch:
     """Fewer stages, then smaller tiles, until the estimate fits."""
-    while estimate(name, launch, d, dv, size) > limit:
+    d, dv, size, dense = block(int(request.q.shape[3])), block(int(request.v.shape[3])), request.q.dtype.itemsize, dense_bytes(request)
+    while estimate(name, launch, d, dv, size, dense) > limit:
         if launch.stages > 1:
             launch = Launch(launch.m, launch.n, launch.warps, launch.stages - 1)
         elif launch.n >= launch.m and launch.n > 16:

@@ -6,8 +6,6 @@ import importlib.util
 
 import torch
 
-from fa_inductor.program import differentiate
-from fa_inductor.program.evaluate import load_axes
 from fa_inductor.refusal import Refusal, declare
 from fa_inductor.request import AttentionRequest
 
@@ -18,7 +16,7 @@ MISSING = declare("triton-missing", "Install Triton (it comes with PyTorch's CUD
 CAPABILITY = declare("triton-capability", "The Triton kernels need an NVIDIA GPU of compute capability 8.0 or later.")
 DTYPE = declare("triton-dtype", "Use float16, bfloat16 or float32 for queries, keys and values.")
 HEAD_DIM = declare("triton-head-dim", "The Triton kernels serve head sizes up to 256.")
-INDEXED_GRADIENT = declare("triton-indexed-gradient", "A table that needs a gradient is read through computed indices: look it up before the attention.")
+EMPTY = declare("triton-empty", "An attention over no keys, queries or heads has nothing to fuse.")
 POST_GRADIENT = declare("triton-post-gradient", "A tensor that multiplies the probabilities needs a gradient.")
 
 LARGEST_HEAD = 256
@@ -40,17 +38,15 @@ def why_not(request: AttentionRequest) -> list[Refusal]:
         found.append(Refusal(DTYPE, f"queries, keys and values are {request.q.dtype}, {request.k.dtype}, {request.v.dtype}"))
     if max(request.q.shape[3], request.v.shape[3]) > LARGEST_HEAD:
         found.append(Refusal(HEAD_DIM, f"head sizes {request.q.shape[3]} and {request.v.shape[3]}: at most {LARGEST_HEAD}"))
+    if any(isinstance(n, int) and n == 0 for t in (request.q, request.k, request.v) for n in t.shape):
+        found.append(Refusal(EMPTY, f"shapes {tuple(request.q.shape)}, {tuple(request.k.shape)}, {tuple(request.v.shape)}"))
     return found + _gradients(request)
 
 
 def _gradients(request: AttentionRequest) -> list[Refusal]:
     """Captured tensors whose gradient has no kernel."""
-    wanted = [i for i, c in enumerate(request.captures) if c.requires_grad]
+    wanted = {i for i, c in enumerate(request.captures) if c.requires_grad}
     found = []
-    derived, sites = differentiate(request.program, wanted)
-    for capture, node in sites:
-        if load_axes(derived, derived.nodes[node]) is None:
-            found.append(Refusal(INDEXED_GRADIENT, f"captured tensor {capture} needs a gradient and is read through computed indices"))
-    for capture in sorted(reads(request.post) & set(wanted)):
+    for capture in sorted(reads(request.post) & wanted):
         found.append(Refusal(POST_GRADIENT, f"captured tensor {capture} multiplies the probabilities and needs a gradient"))
     return found

@@ -89,7 +89,7 @@ def delta_source(traits: Traits) -> str:
             f"low_rows = tl.max(tl.where(lse {'==' if least == float('-inf') else '<'} {literal(least)}, 1, 0), 0)",
             "tl.store(FLAG + bh, 1, mask=low_rows > 0)  # every writer writes the same value",
         ]
-    return kernel("fa2_delta", delta_parameters(traits), ("BLOCK_M",), ("Lq",), body)
+    return kernel("fa2_delta", delta_parameters(traits), ("BLOCK_M",), ("H", "Lq"), body)
 
 
 # -- one tile ------------------------------------------------------------------------------------------------------------
@@ -170,10 +170,14 @@ def _flagged(traits: Traits, tiles: str) -> list[str]:
     return ["whole = tl.load(FLAG + bh) != 0", "t_lo = tl.where(whole, 0, t_lo)", f"t_hi = tl.where(whole, {tiles}, t_hi)"]
 
 
-def _positions(flavour_gradients: tuple[LoadGradient, ...], wanted: tuple[LoadGradient, ...]) -> list[tuple[int, int]]:
+def _positions(
+    traits: Traits, flavour_gradients: tuple[LoadGradient, ...], wanted: tuple[LoadGradient, ...], captures: tuple[int, ...]
+) -> list[tuple[int, int]]:
     """(position among the kernel's partial sums, result of the flavour) for the gradients that this flavour has."""
-    index = {(g.capture, g.axes): i for i, g in enumerate(wanted)}
-    return [(index[g.capture, g.axes], g.result) for g in flavour_gradients if (g.capture, g.axes) in index]
+    index = {g.key: i for i, g in enumerate(wanted)}
+    known = {g.key for g in traits.backward_flavour(True, captures)[1]}
+    assert all(g.key in known for g in flavour_gradients), "an interior tile reads a captured tensor as no edge tile does"
+    return [(index[g.key], g.result) for g in flavour_gradients if g.key in index]
 
 
 # -- dQ ------------------------------------------------------------------------------------------------------------------
@@ -186,7 +190,7 @@ def rows_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, ...]
     for edge in (False, True):
         flavour, gradients = traits.backward_flavour(edge, want.captures)
         flavours.append(flavour)
-        tiles[edge] = _rows_tile(traits, flavour, want, _positions(gradients, partials), hoisted)
+        tiles[edge] = _rows_tile(traits, flavour, want, _positions(traits, gradients, partials, want.captures), hoisted)
     body = [
         "tiles_m = (Lq + BLOCK_M - 1) // BLOCK_M",
         "tiles_n = (Lk + BLOCK_N - 1) // BLOCK_N",
@@ -266,7 +270,7 @@ def columns_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, .
     tiles = {}
     for edge in (False, True):
         flavour, gradients = traits.backward_flavour(edge, want.captures)
-        tiles[edge] = _columns_tile(traits, flavour, want, _positions(gradients, partials), hoisted)
+        tiles[edge] = _columns_tile(traits, flavour, want, _positions(traits, gradients, partials, want.captures), hoisted)
     head = [
         "bh = b * H + h",
         base("q_base", "Q", "b", "h"),
@@ -366,7 +370,7 @@ def dense_source(traits: Traits, gradient: LoadGradient) -> str:
     d_in, dv_in = padded(traits)
     flavour, gradients = traits.backward_flavour(True, (gradient.capture,))
     hoisted: list[str] = []
-    result = next(g.result for g in gradients if g.axes == gradient.axes)
+    result = next(g.result for g in gradients if g.key == gradient.key)
     lines, (value,) = gradient_tile(traits, flavour, True, "bh", Wanted(captures=(gradient.capture,)), hoisted, [result])
     loop = [
         *_reduced_heads(gradient),

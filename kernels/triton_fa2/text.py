@@ -45,8 +45,9 @@ def capture_parameters(traits: Traits) -> list[str]:
 
 
 def unspecialized(traits: Traits) -> list[str]:
-    """Lengths and sizes: one compiled kernel serves every value."""
+    """Head counts, lengths and sizes: one compiled kernel serves every value."""
     return [
+        "H",
         "Lq",
         "Lk",
         *(f"Z{i}" for i in traits.sizes),
@@ -126,7 +127,8 @@ def tile_range(rows: bool, traits: Traits, predicate: Sequence[str] = ()) -> lis
     """
     upper, lower = traits.bound("upper"), traits.bound("lower")
     length, size, tiles = ("Lk", "BLOCK_N", "tiles_n") if rows else ("Lq", "BLOCK_M", "tiles_m")
-    lines = ["lo = Lk * 0", f"hi = {length}", "full_lo = Lk * 0", f"full_hi = {length}"]
+    # sums with a tensor, because a length of 1 may arrive as a constant, which a loop cannot carry
+    lines = ["none = tl.full([], 0, tl.int32)", "lo = none", f"hi = {length} + none", "full_lo = none", f"full_hi = {length} + none"]
     if rows:
         if upper:
             lines += [f"hi = tl.minimum(hi, m_end + {upper})", f"full_hi = tl.minimum(full_hi, m0 + {upper} + 1)"]
@@ -157,9 +159,9 @@ def key_scan(traits: Traits) -> list[str]:
     visible = " & ".join(renderer.value(t) for t in traits.key_terms)
     return [
         *renderer.hoisted,
-        "first = Lk",
-        "last = Lk * 0",
-        "seen = Lk * 0",
+        "first = Lk + none",
+        "last = none",
+        "seen = none",
         "for scan in tl.range(lo // 256 * 256, hi, 256, num_stages=1):",
         *indent(
             [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fa_inductor.facts import Affine, MaskFacts
-from fa_inductor.program import ProgramBuilder, ScoreProgram, differentiate
+from fa_inductor.program import ProgramBuilder, ScoreProgram, dependencies, differentiate
 from fa_inductor.program.evaluate import load_axes
 from fa_inductor.request import Plan
 
@@ -39,15 +39,35 @@ class Flavour:
 
 @dataclass(frozen=True)
 class LoadGradient:
-    """A capture's gradient at one of its loads: ``result`` is its position in the flavour's results."""
+    """A capture's gradient at one of its loads: ``result`` is its position in the flavour's results.
+
+    ``letters``: which of b h q k the load's indices depend on; the gradient is summed over the others. ``axes``: as ``load_axes``, or
+    None for a load by index expression, whose index values are the results of ``indices``.
+    """
 
     capture: int
-    axes: tuple[str | int, ...]
+    letters: str
+    axes: tuple[str | int, ...] | None
+    indices: ScoreProgram | None
     result: int
 
     @property
-    def letters(self) -> str:
-        return "".join(a for a in "bhqk" if a in self.axes)
+    def key(self) -> tuple[object, ...]:
+        """The same load in another flavour has the same key."""
+        return (self.capture, self.axes, self.indices)
+
+
+def _load_gradient(program: ScoreProgram, capture: int, node: int, result: int) -> LoadGradient:
+    args = program.nodes[node].args
+    found = dependencies(program.nodes)
+    letters = "".join(a for a in "bhqk" if any(a in found[i] for i in args))
+    axes = load_axes(program, program.nodes[node])
+    indices = None
+    if axes is None:
+        builder = _builder(program)
+        placed = builder.inline(ScoreProgram(program.nodes[:node], args, program.captures, program.n_sizes))
+        indices = builder.finish(*(placed[i] for i in args))
+    return LoadGradient(capture, letters, axes, indices, result)
 
 
 def affine(bound: Affine) -> str:
@@ -162,7 +182,7 @@ class Traits:
         y = scaled(builder, y, LOG2E) if folded else y
         dscore = without_factor(builder, dscore) if factor != 1.0 else dscore
         flavour = Flavour(builder.finish(y, dscore, *loads), edge, folded, score_scale(program, program.result), self._minus_infinity(program), factor)
-        gradients = tuple(LoadGradient(c, load_axes(derived, derived.nodes[n]) or (), 2 + i) for i, (c, n) in enumerate(sites))
+        gradients = tuple(_load_gradient(derived, c, n, 2 + i) for i, (c, n) in enumerate(sites))
         return flavour, gradients
 
     @cached_property

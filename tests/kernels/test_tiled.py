@@ -266,6 +266,16 @@ def test_refuses_other_dtypes() -> None:
     assert not KERNEL.why_not(problem(Case("rectangle", "swin_grad", RECTANGLE)).request())
 
 
+@pytest.mark.parametrize("form", ["plain", "causal_inf", "padding_replace_min"])
+@pytest.mark.parametrize("dims", [Dims(lk=0), Dims(lq=0), Dims(b=0)])
+def test_empty_tensors(form: str, dims: Dims) -> None:
+    p = problem(Case("empty", form, dims))
+    _, result, gradients = run_kernel(KERNEL, p)
+    assert result.out.shape == p.grad_out.shape and (result.out == 0).all()
+    for gradient, like in ((gradients.q, p.q), (gradients.k, p.k), (gradients.v, p.v)):
+        assert gradient is not None and gradient.shape == like.shape and (gradient == 0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*FORMS, "causal_inf-gqa", "softcap_window_inf-bfloat16", "padding_replace_min-blhd"])
 def test_on_a_gpu(name: str) -> None:

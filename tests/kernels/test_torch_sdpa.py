@@ -91,6 +91,7 @@ def test_refuses_dropout_dtype_strides_and_devices() -> None:
     assert codes(p.request(0.1)) == {"sdpa_dropout"}
     assert codes(p.to(torch.float64).request()) == {"sdpa_dtype"}
     assert codes(replace(p, k=p.k.transpose(-1, -2).contiguous().transpose(-1, -2)).request()) == {"sdpa_strides"}
+    assert codes(problem(Case("empty", "plain", Dims(lk=0))).request()) == {"sdpa_lengths"}
     assert codes(replace(p.request(), device="mps")) == {"sdpa_device"}
 
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-
 from kernel_cases import CASES, FLOAT32_CASES
 from triton_interpreted import Worker, small_tiles
 

@@ -215,7 +215,7 @@ def strides_follow_inputs() -> None:
     p = problem(Case("strides", "causal_inf", Dims(2, 4, 2, 33, 33, 16, 16), layout="blhd"))
     _, result, gradients = run_kernel(_Configured({}), p)
     for tensor in (result.out, gradients.q, gradients.k, gradients.v):
-        batch, heads, length, size = tensor.shape
+        _, heads, length, size = tensor.shape
         assert tensor.stride() == (length * heads * size, size, heads * size, 1)
 
 

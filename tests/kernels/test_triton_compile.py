@@ -1,0 +1,72 @@
+"""Generated kernels compile for GPUs that are not there, within their registers and shared memory."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+ANY = 1 << 20
+
+
+def check_limits(form: str, d: int, dtype: torch.dtype, capability: tuple[int, int], spilled: int, dropout: float = 0.0) -> None:
+    from triton_offline import compile_kernel, kernels, plan_of, request_of
+
+    from fa_inductor.kernels.triton_fa2.config import Launch, dense_bytes, estimate, shared_memory
+    from fa_inductor.kernels.triton_fa2.text import block
+
+    request = request_of(form, d, dtype, capability, dropout)
+    plan = plan_of(form, d, dtype, capability, dropout)
+    for name, function in kernels(plan):
+        usage = compile_kernel(function, plan, name, dtype, capability)
+        launch = Launch(*(int(plan.get(f"{name}_{field}")) for field in ("m", "n", "warps", "stages")))
+        what = f"{form} D={d} {dtype} sm_{capability} {name} {launch}: {usage.registers} registers, {usage.stack} B spilled, {usage.shared} B shared"
+        assert usage.shared <= estimate(name, launch, block(d), block(d), dtype.itemsize, dense_bytes(request)), what
+        assert usage.shared <= shared_memory(capability), what
+        assert usage.stack <= spilled, what
+        if dtype != torch.float32 and capability == (9, 0):
+            assert "wgmma.mma_async" in usage.assembly, what
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("form", ["plain", "causal_inf"])
+def test_no_spills_on_hopper(form: str, d: int) -> None:
+    check_limits(form, d, torch.bfloat16, (9, 0), spilled=0)
+
+
+def test_hardly_a_spill_with_dropout() -> None:
+    check_limits("causal_inf", 64, torch.float16, (9, 0), spilled=64, dropout=0.1)
+
+
+@pytest.mark.parametrize("form", ["softcap", "bias_hqk_grad", "causal_padding_min", "swin_grad"])
+def test_forms_compile(form: str) -> None:
+    check_limits(form, 64, torch.float16, (9, 0), spilled=ANY)
+
+
+def test_softcap_uses_the_hardware_tanh() -> None:
+    from triton_offline import compile_kernel, kernels, plan_of
+
+    for dtype, used in ((torch.bfloat16, True), (torch.float32, False)):
+        plan = plan_of("softcap", 64, dtype)
+        name, function = next(iter(kernels(plan)))
+        assert ("tanh.approx.f32" in compile_kernel(function, plan, name, dtype, (9, 0)).assembly) is used
+
+
+@pytest.mark.parametrize("form", ["plain", "bottom_right_min", "causal_padding_min", "bias_hqk_grad", "alibi_grad"])
+def test_lengths_of_one_may_be_constants(form: str) -> None:
+    from triton_offline import compile_kernel, kernels, plan_of
+
+    plan = plan_of(form, 32, torch.float16)
+    ones = {"H": 1, "Lq": 1, "Lk": 1, "B": 1, "CHUNKS": 1, "Z0": 1, "Z1": 1}
+    for name, function in kernels(plan):
+        compile_kernel(function, plan, name, torch.float16, (9, 0), ones)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+@pytest.mark.parametrize("d", [16, 80, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shared_memory_of_every_class(dtype: torch.dtype, d: int, capability: tuple[int, int]) -> None:
+    check_limits("causal_inf", d, dtype, capability, spilled=ANY)

@@ -28,13 +28,18 @@ from .refusal import Refused, declare
 from .site import AttentionSite, Axes, Captured, View4
 
 NOT_ATTENTION = declare("not_attention", "nothing to do: this softmax does not feed a matrix product")
-NO_SCORES = declare("no_score_matmul", "the softmax's input is not a matrix product of queries and keys followed by elementwise code; only such scores can be fused")
+NO_SCORES = declare(
+    "no_score_matmul", "the softmax's input is not a matrix product of queries and keys followed by elementwise code; only such scores can be fused"
+)
 OTHER_AXIS = declare("softmax_axis", "the matmul after the softmax sums over another axis than the softmax normalises; check the dim argument")
 NOT_CANONICAL = declare("not_query_times_key", "the score matmul does not pair one query with one key (check permutes, and that no head mixing sits between)")
 OPERANDS = declare("operand_layout", "Q, K or V is read through an index that is not a reshape, permute or expand")
 MUTATION = declare("mutation", "a tensor that the attention reads is written to between the two matmuls; move the write before or after")
 GRAD_MODE = declare("grad_mode", "the scores and the output are computed under different grad modes")
-ESCAPED_DROPOUT = declare("escape_after_dropout", "the probabilities after dropout are used elsewhere too, and would need the same random mask; return them before dropout, or set p=0")
+ESCAPED_DROPOUT = declare(
+    "escape_after_dropout",
+    "the probabilities after dropout are used elsewhere too, and would need the same random mask; return them before dropout, or set p=0",
+)
 DROPOUT_TWICE = declare("dropout_twice", "one dropout between softmax and matmul can be fused")
 DTYPE = declare("dtype", "attention runs fused in float16, bfloat16 and float32")
 RENORMALISED = declare("renormalised", "the probabilities are reduced over again (renormalised) before the second matmul")
@@ -134,7 +139,9 @@ class _Region:
         return found
 
     def _roles(self, digits: D.Digits, guess: Lifted) -> D.Roles:
-        free = lambda index: set().union(*(i.free_symbols for i in index)) & set(digits.extent)
+        def free(index: tuple[Expr, ...]) -> set[sympy.Symbol]:
+            return set().union(*(i.free_symbols for i in index)) & set(digits.extent)
+
         smallest = {w: min((free(i) for _, i in chain(guess.lifter.space, *guess.operand(w))), key=len) for w in ("k", "v")}
         roles = D.assign(digits, free(self._softmax_index), smallest["k"], smallest["v"])
         if not roles.query and any(x not in smallest["v"] for x in roles.batch + roles.heads):
@@ -238,11 +245,15 @@ class _Region:
         if output is None:
             raise refuse(OPERANDS, "the output's dimensions do not come apart into batch, head, query and channel", self.second)
         program, post, captures, sizes = self._programs(lifted)
-        region = frozenset(lifted.lifter.touched | {self.first, self.second, self.anchor.output}) - {n for n in self.context.graph.nodes if n.op == "placeholder"}
+        region = frozenset(lifted.lifter.touched | {self.first, self.second, self.anchor.output}) - {
+            n for n in self.context.graph.nodes if n.op == "placeholder"
+        }
         escapes = self._escapes(lifted, region)
         self._check_modes(region, captures, views)
         group = group_of(space, H, views["k"])
-        axes = Axes(space.extent[B], space.extent[H], sympy.cancel(space.extent[H] / group), space.extent[Q], space.extent[K], space.extent[DIM], space.extent[DV])
+        axes = Axes(
+            space.extent[B], space.extent[H], sympy.cancel(space.extent[H] / group), space.extent[Q], space.extent[K], space.extent[DIM], space.extent[DV]
+        )
         return AttentionSite(
             self.anchor, output, views["q"], views["k"], views["v"], axes, program, post, captures, sizes,
             lifted.dropout[1] if lifted.dropout else 0.0, dtype, region, escapes,
@@ -331,4 +342,3 @@ def _extent(digits: D.Digits, members: tuple[sympy.Symbol, ...]) -> Expr:
 
 def _words(shape: tuple[Expr, ...]) -> str:
     return "(" + ", ".join(map(str, shape)) + ")"
-

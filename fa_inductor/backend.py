@@ -36,7 +36,10 @@ from .site import AttentionSite
 
 DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention again")
 DROPOUT_RANDOM = declare("fallback_random", "a fused dropout cannot draw eager's random numbers; unset torch._inductor.config.fallback_random to fuse")
-POST_MASK_NAN = declare("post_mask_nan", "a row without a visible key is NaN before the mask after the softmax turns it into 0; give such rows a visible key, or drop one of the two masks")
+POST_MASK_NAN = declare(
+    "post_mask_nan",
+    "a row without a visible key is NaN before the mask after the softmax turns it into 0; give such rows a visible key, or drop one of the two masks",
+)
 INTERNAL = declare("internal_error", "this is a bug in fa_inductor: the site runs unfused; please report the message with the code at that line")
 
 _names = iter(range(10**9))
@@ -66,14 +69,14 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     if not fused:
-        return compile_fx(gm, example_inputs, config_patches=settings or None)  # type: ignore[no-any-return]
+        return compile_fx(gm, example_inputs, config_patches=settings or None)  # type: ignore[return-value]
 
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         calls = count_fused(graph)
         record_final(**({"forward": 0, "backward": calls} if kwargs.get("is_backward") else {"forward": calls, "backward": 0}))
         return compile_fx_inner(graph, inputs, **kwargs)
 
-    return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings or None)  # type: ignore[no-any-return]
+    return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings or None)  # type: ignore[return-value]
 
 
 def count_fused(gm: fx.GraphModule) -> int:
@@ -135,17 +138,20 @@ class Compilation:
         return gm
 
     def announce(self) -> None:
-        """Count and publish the report, and log a line per softmax."""
+        """Count and publish the report (which logs a line per softmax)."""
         assert self.report is not None
         record_graph(self.report)
         report.publish(self.report)
-        for site in self.report.sites:
-            log.get().info("%s", str(site).splitlines()[0])
 
     def _dump_stages(self, dump: Dump, verdicts: Sequence[_Verdict]) -> None:
         dump.write("sites", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}: {v.site or v.refusal}" for v in verdicts))
         dump.write("programs", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}\n{v.site.program}\npost: {v.site.post}" for v in verdicts if v.site))
-        dump.write("selection", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}\n{v.plan}\n" + "\n".join(f"{k}: {r}" for k, rs in v.passed_over for r in rs) for v in verdicts))
+        dump.write(
+            "selection",
+            lambda: "\n\n".join(
+                f"{v.candidate.anchor.output.name}\n{v.plan}\n" + "\n".join(f"{k}: {r}" for k, rs in v.passed_over for r in rs) for v in verdicts
+            ),
+        )
 
     # -- one graph ---------------------------------------------------------------------------------------------------------
     def _graph(self, gm: fx.GraphModule) -> list[_Verdict]:
@@ -182,15 +188,28 @@ class Compilation:
         if site.dropout_p and torch._inductor.config.fallback_random:
             raise Refused(Refusal(DROPOUT_RANDOM, "dropout with torch._inductor.config.fallback_random", node.name, location_of(node)))
         if site.post is not None and facts.mask is not None and facts.mask.fill == float("-inf") and not facts.mask.every_row_visible and _has_choice(site):
-            raise Refused(Refusal(POST_MASK_NAN, "probabilities are masked again after a softmax that may have rows of -inf alone", node.name, location_of(node)))
+            raise Refused(
+                Refusal(POST_MASK_NAN, "probabilities are masked again after a softmax that may have rows of -inf alone", node.name, location_of(node))
+            )
         emitter, placed = place(context, site)
         specs = placed.specs(context)
         device = placed.q.meta["val"].device
         request = AttentionRequest(
-            *specs[:3], site.program, facts, specs[3:], tuple(_size(s) for s in placed.sizes), site.post, site.dropout_p, device.type,
-            torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-            torch.get_float32_matmul_precision() != "highest", self._deterministic(), self.options.masked_rows,
-        )  # fmt: skip
+            q=specs[0],
+            k=specs[1],
+            v=specs[2],
+            program=site.program,
+            facts=facts,
+            captures=specs[3:],
+            sizes=tuple(_size(s) for s in placed.sizes),
+            post=site.post,
+            dropout_p=site.dropout_p,
+            device=device.type,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            tf32=torch.get_float32_matmul_precision() != "highest",
+            deterministic=self._deterministic(),
+            masked_rows=self.options.masked_rows,
+        )
         selection: Selection = select(request, self.options.kernel)
         verdict.passed_over = selection.passed_over
         verdict.shapes = _shapes(request)
@@ -220,7 +239,12 @@ _SIGNS = re.compile(r"softmax|\bexp_?\b|logsumexp|multi_head_attention|scaled_do
 def _has_softmax(gm: fx.GraphModule) -> bool:
     """A cheap look at the Dynamo graph: models without softmax or exp are not retraced at all."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    return any(_SIGNS.search(n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))) for g in graphs for n in g.nodes if n.op.startswith("call"))
+    return any(
+        _SIGNS.search(n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target)))
+        for g in graphs
+        for n in g.nodes
+        if n.op.startswith("call")
+    )
 
 
 def _shapes(request: AttentionRequest) -> str:

@@ -14,7 +14,8 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-Expr = sympy.Expr
+Expr = Any
+"""A sympy expression (sympy is not typed)."""
 ZERO = sympy.Integer(0)
 ONE = sympy.Integer(1)
 
@@ -54,7 +55,7 @@ class Space:
             coefficient = term
             for s in mine:
                 coefficient = coefficient / s
-            if coefficient.free_symbols & set(self.extent) or term.has(FloorDiv, Mod) and not mine == []:
+            if coefficient.free_symbols & set(self.extent) or (mine and term.has(FloorDiv, Mod)):
                 extent = self.extent_of(term)
                 if extent is None:
                     return None

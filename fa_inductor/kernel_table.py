@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import cast
 
@@ -13,7 +13,7 @@ ORDER = {"cpu": ("torch_sdpa", "tiled"), "cuda": ("torch_sdpa", "triton_fa2", "t
 NAMES = ("torch_sdpa", "triton_fa2", "tiled", "reference")
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel_named(name: str) -> Kernel:
     if name not in NAMES:
         raise ValueError(f"no kernel is called {name!r}; there are {', '.join(NAMES)}")

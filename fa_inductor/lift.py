@@ -24,9 +24,13 @@ from .program import ProgramBuilder
 from .program.ir import capture_type
 from .refusal import Refusal, Refused, declare
 
-UNSUPPORTED_OP = declare("unsupported_op", "this op on the scores has no meaning inside a fused kernel; move it out of the path from matmul to softmax to matmul")
+UNSUPPORTED_OP = declare(
+    "unsupported_op", "this op on the scores has no meaning inside a fused kernel; move it out of the path from matmul to softmax to matmul"
+)
 DETACHED = declare("detached", "remove the detach (or no_grad) between the two matmuls, or put both of them under it")
-REINDEXED = declare("scores_reindexed", "the scores are read at two different places (transposed, shifted or gathered); a fused kernel sees one score at a time")
+REINDEXED = declare(
+    "scores_reindexed", "the scores are read at two different places (transposed, shifted or gathered); a fused kernel sees one score at a time"
+)
 
 Leaf = Callable[["Lifter", fx.Node, tuple[Expr, ...]], "int | None"]
 
@@ -44,7 +48,9 @@ class Lifter:
         carriers: the nodes that depend on the leaf (and must therefore be lifted, not captured).
     """
 
-    def __init__(self, context: GraphContext, space: Space, names: dict[sympy.Symbol, str], leaf: Leaf, carriers: set[fx.Node], builder: ProgramBuilder) -> None:
+    def __init__(
+        self, context: GraphContext, space: Space, names: dict[sympy.Symbol, str], leaf: Leaf, carriers: set[fx.Node], builder: ProgramBuilder
+    ) -> None:
         self.context = context
         self.space = space
         self.names = names

@@ -9,7 +9,7 @@ launches, not an opaque call (a quarter of an opaque op's host time, and no copi
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,13 @@ def plan_from_text(text: str) -> Plan:
     return Plan.from_text(text)
 
 
-@triton_op("fa_inductor::attention", mutates_args={}, schema="(Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, float dropout_p, Tensor? seed, str plan) -> (Tensor, Tensor, Tensor, Tensor)")
-def attention(q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float, seed: Optional[Tensor], plan: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, float dropout_p, Tensor? seed"
+
+
+@triton_op("fa_inductor::attention", mutates_args={}, schema=f"({_INPUTS}, str plan) -> (Tensor, Tensor, Tensor, Tensor)")
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float, seed: Tensor | None, plan: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fused attention.
 
     Args:
@@ -45,10 +50,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: li
 @triton_op(
     "fa_inductor::attention_backward",
     mutates_args={},
-    schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, float dropout_p, Tensor? seed, Tensor out, Tensor lse, Tensor extra0, Tensor extra1, bool[] needs, str plan) -> Tensor[]",
+    schema=f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, Tensor extra0, Tensor extra1, bool[] needs, str plan) -> Tensor[]",
 )
 def attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float, seed: Optional[Tensor],
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float, seed: Tensor | None,
     out: Tensor, lse: Tensor, extra0: Tensor, extra1: Tensor, needs: list[bool], plan: str,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients that ``needs`` (q, k, v, captures…) asks for, in that order."""
@@ -83,14 +88,14 @@ def _backward(ctx: Any, grad_out: Tensor | None, *unused: Tensor | None) -> tupl
     needs = [bool(w) for w in (*wanted[:3], *per_capture)]
     found: list[Tensor | None] = [None] * (3 + n)
     if grad_out is not None and any(needs):
-        given = iter(torch.ops.fa_inductor.attention_backward(grad_out, q, k, v, captures, ctx.sizes, ctx.dropout_p, seed, out, lse, extra0, extra1, needs, ctx.plan))
+        given = iter(attention_backward(grad_out, q, k, v, captures, ctx.sizes, ctx.dropout_p, seed, out, lse, extra0, extra1, needs, ctx.plan))
         found = [next(given) if wanted_one else None for wanted_one in needs]
-    sizes = None if ctx.sizes else []  # an empty list counts as a list of tensors
+    sizes: list[None] | None = None if ctx.sizes else []  # an empty list counts as a list of tensors
     return found[0], found[1], found[2], found[3:], sizes, None, None, None
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    raise RuntimeError("fa_inductor: fused attention has no second derivative; compile this model with backend='inductor', or with options={'disable': True}")
+    raise RuntimeError("fa_inductor: fused attention has no second derivative; compile the function that needs one with backend='inductor'")
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

@@ -53,9 +53,8 @@ class Emitter:
         with self.context.graph.inserting_before(self.before):
             node = self.context.graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in self.before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
-        value = lambda x: x.meta["val"] if isinstance(x, fx.Node) else [value(y) for y in x] if isinstance(x, (list, tuple)) else x
         with _fake_mode_of(node):
-            node.meta["val"] = target(*(value(a) for a in args), **{k: value(a) for k, a in kwargs.items()})
+            node.meta["val"] = target(*(_value(a) for a in args), **kwargs)
         if any(n in self.context.needs_grad for n in node.all_input_nodes):
             self.context.needs_grad.add(node)
         self.added.append(node)
@@ -113,6 +112,13 @@ class Emitter:
         if captured.split is None:
             return node
         return self.call(aten.reshape.default, node, [self.size(e) for parts in captured.split for e in parts])
+
+
+def _value(x: Any) -> Any:
+    """Fake value of an argument, lists included."""
+    if isinstance(x, (list, tuple)):
+        return [_value(y) for y in x]
+    return x.meta["val"] if isinstance(x, fx.Node) else x
 
 
 def _fake_mode_of(node: fx.Node) -> Any:

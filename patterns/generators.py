@@ -155,7 +155,8 @@ def affine(node: object, index: tuple[Expr, ...]) -> Expr | None:
 
 def _difference(node: fx.Node, index: tuple[Expr, ...]) -> Expr | None:
     """torch.diff once over the last axis, where it is the same expression everywhere, the first element included."""
-    source, times, dim, first, last = (*node.args, *(1, -1, None, None)[len(node.args) - 1 :])
+    source = node.args[0]
+    times, dim, first, last = (argument(node, p, n, d) for p, n, d in ((1, "n", 1), (2, "dim", -1), (3, "prepend", None), (4, "append", None)))
     if times != 1 or dim not in (-1, len(index) - 1) or last is not None:
         return None
     at = (*index[:-1], index[-1] + (1 if first is None else 0))
@@ -198,7 +199,14 @@ def _cumsum(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | Non
     return _literal(reader, node, 0) if constant(node.args[0]) == 0 else None
 
 
-_COMPARISONS: dict[str, Callable[[object, object], bool]] = {"ne": operator.ne, "eq": operator.eq, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "ne": operator.ne,
+    "eq": operator.eq,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
 _NO_EXTENTS = Space({})
 
 RULES: dict[str, Rule] = {

@@ -58,5 +58,8 @@ def looks_like_alibi(program: ScoreProgram, bias: int) -> bool:
         if i not in reached:
             reached.add(i)
             queue += program.nodes[i].args
-    positions = any(program.nodes[i].op == "index" and program.nodes[i].value == "k" and any(i in program.nodes[j].args and program.nodes[j].op != "load" for j in reached) for i in reached)
+    positions = any(
+        program.nodes[i].op == "index" and program.nodes[i].value == "k" and any(i in program.nodes[j].args and program.nodes[j].op != "load" for j in reached)
+        for i in reached
+    )
     return positions and "h" in dependencies(program.nodes)[bias]

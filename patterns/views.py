@@ -111,8 +111,7 @@ def _last_two(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | No
 @_rule("movedim", "moveaxis")
 def _movedim(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
     rank = len(index)
-    listed = lambda x: [_dim(d, rank) for d in (x if isinstance(x, (list, tuple)) else [x])]
-    source, target = listed(node.args[1]), listed(node.args[2])
+    source, target = ([_dim(d, rank) for d in (x if isinstance(x, (list, tuple)) else [x])] for x in node.args[1:3])  # type: ignore[arg-type]
     inner: list[Expr | None] = [None] * rank
     for s, t in zip(source, target):
         inner[s] = index[t]

@@ -6,4 +6,17 @@ from .evaluate import Coordinates, evaluate
 from .ir import Capture, Node, ProgramError, ScoreProgram, dependencies, verify
 from .text import from_text, to_text
 
-__all__ = ["Capture", "Coordinates", "Node", "ProgramBuilder", "ProgramError", "ScoreProgram", "dependencies", "differentiate", "evaluate", "from_text", "to_text", "verify"]
+__all__ = [
+    "Capture",
+    "Coordinates",
+    "Node",
+    "ProgramBuilder",
+    "ProgramError",
+    "ScoreProgram",
+    "dependencies",
+    "differentiate",
+    "evaluate",
+    "from_text",
+    "to_text",
+    "verify",
+]

@@ -21,24 +21,25 @@ def moderate(program: ScoreProgram, root: int) -> bool:
     """No additive term of the value is a huge finite constant or a captured float, whose size is unknown."""
     nodes = program.nodes
 
-    def visit(i: int) -> bool:
+    def visit(i: int, factor: float) -> bool:
         node = nodes[i]
         if node.op == "const":
-            value = float(node.value)  # type: ignore[arg-type]
-            return abs(value) <= _MODERATE or value == -math.inf
+            value = float(node.value) * factor  # type: ignore[arg-type]
+            return abs(value) <= _MODERATE or abs(value) == math.inf
         if node.op == "load":
             return False
         if node.op in ("add", "sub", "min", "max"):
-            return visit(node.args[0]) and visit(node.args[1])
+            return visit(node.args[0], factor) and visit(node.args[1], factor)
         if node.op in ("neg", "round", "abs"):
-            return visit(node.args[0])
+            return visit(node.args[0], factor)
         if node.op == "where":
-            return visit(node.args[1]) and visit(node.args[2])
-        if node.op in ("mul", "div") and nodes[node.args[1]].op == "const":
-            return visit(node.args[0])
-        return True
+            return visit(node.args[1], factor) and visit(node.args[2], factor)
+        if node.op in ("mul", "div") and nodes[node.args[1]].op == "const" and nodes[node.args[1]].value:
+            constant = abs(float(nodes[node.args[1]].value))  # type: ignore[arg-type]
+            return visit(node.args[0], factor * constant if node.op == "mul" else factor / constant)
+        return factor <= _MODERATE
 
-    return visit(root)
+    return visit(root, 1.0)
 
 
 def may_be_minus_infinity(program: ScoreProgram, root: int) -> bool:

@@ -108,7 +108,7 @@ class Renderer:
         if node.op == "index":
             return self.names[str(node.value)]
         if node.op == "size":
-            return f"Z{node.value}"
+            return self._assign(i, f"tl.full([], 0, tl.int32) + Z{node.value}")  # a tensor even where the size arrives as a constant
         return self._assign(i, self._load(node) if node.op == "load" else self._expression(i, node))
 
     def _assign(self, i: int, expression: str) -> str:

@@ -168,7 +168,8 @@ class Traits:
         return Flavour(result, edge, folded, score_scale(program, program.result), self._minus_infinity(program))
 
     def _minus_infinity(self, program: ScoreProgram) -> bool:
-        return may_be_minus_infinity(program, program.result)
+        # two huge fills added overflow to -inf, as they do in eager
+        return may_be_minus_infinity(program, program.result) or not moderate(program, program.result)
 
     def backward_flavour(self, edge: bool, wanted: Iterable[int] = ()) -> tuple[Flavour, tuple[LoadGradient, ...]]:
         """The flavour and the gradients of ``wanted`` captures that its results hold."""

@@ -87,6 +87,13 @@ def test_huge_terms_are_not_moderate() -> None:
         assert moderate(program, program.result) is expected
 
 
+def test_a_mask_times_a_huge_constant_is_not_moderate() -> None:
+    b = ProgramBuilder()
+    hidden = b.emit("sub", b.const(1.0), b.convert(b.load(b.capture("int64", 2), (b.index("b"), b.index("k"))), "float"))
+    program = b.finish(b.emit("add", b.score(), b.emit("mul", hidden, b.const(torch.finfo(torch.float32).min))))
+    assert not moderate(program, program.result)
+
+
 def test_integers_widen_only_where_they_may_overflow() -> None:
     b = ProgramBuilder()
     q, k = b.index("q"), b.index("k")

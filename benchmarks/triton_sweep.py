@@ -242,23 +242,31 @@ def gpt2() -> list[dict[str, Any]]:
     return rows
 
 
+def _check(name: str) -> str:
+    """Worker: the failure of one case, or nothing."""
+    from kernel_cases import all_needs, check, problem
+
+    try:
+        p = problem(name, DEVICE)
+        check(KERNEL, name, DEVICE, needs=all_needs(p, capture_gradients=not KERNEL.why_not(p.request())))
+    except Exception as error:  # reported, and the run goes on
+        return f"{name}: {type(error).__name__} {str(error)[:400]}"
+    return ""
+
+
 def checks(pattern: str) -> list[str]:
-    """Run the kernel tests' cases on the GPU; returns the failures."""
+    """Run the kernel tests' cases on the GPU, in parallel because compiling dominates; returns the failures."""
     import re
 
-    from kernel_cases import CASES, all_needs, check, problem
+    from kernel_cases import CASES
 
-    failures = []
     names = [n for n in CASES if re.search(pattern, n)]
-    for name in names:
-        p = problem(name, DEVICE)
-        supported = not KERNEL.why_not(p.request())
-        try:
-            check(KERNEL, name, DEVICE, needs=all_needs(p, capture_gradients=supported))
-        except Exception as error:  # reported, and the run goes on
-            failures.append(f"{name}: {type(error).__name__} {str(error)[:400]}")
-            print("FAILED", failures[-1], flush=True)
-    print(f"checked {len(names)} cases, {len(failures)} failed")
+    start = time.time()
+    with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
+        failures = [f for f in pool.imap_unordered(_check, names, chunksize=1) if f]
+    for failure in failures:
+        print("FAILED", failure)
+    print(f"checked {len(names)} cases in {time.time() - start:.0f} s, {len(failures)} failed", flush=True)
     return failures
 
 

@@ -29,7 +29,7 @@ from .site import AttentionSite, Axes, Captured, View4
 
 NOT_ATTENTION = declare("not_attention", "nothing to do: this softmax does not feed a matrix product")
 NO_SCORES = declare(
-    "no_score_matmul", "the softmax's input is not a matrix product of queries and keys followed by elementwise code; only such scores can be fused"
+    "no_score_matmul", "the softmax's input must be a matrix product of queries and keys, followed by elementwise code alone"
 )
 OTHER_AXIS = declare("softmax_axis", "the matmul after the softmax sums over another axis than the softmax normalises; check the dim argument")
 NOT_CANONICAL = declare("not_query_times_key", "the score matmul does not pair one query with one key (check permutes, and that no head mixing sits between)")
@@ -38,7 +38,7 @@ MUTATION = declare("mutation", "a tensor that the attention reads is written to 
 GRAD_MODE = declare("grad_mode", "the scores and the output are computed under different grad modes")
 ESCAPED_DROPOUT = declare(
     "escape_after_dropout",
-    "the probabilities after dropout are used elsewhere too, and would need the same random mask; return them before dropout, or set p=0",
+    "the probabilities after dropout are used elsewhere too, with the same random mask; return them before dropout, or set p=0",
 )
 DROPOUT_TWICE = declare("dropout_twice", "one dropout between softmax and matmul can be fused")
 DTYPE = declare("dtype", "attention runs fused in float16, bfloat16 and float32")
@@ -260,7 +260,8 @@ class _Region:
         )  # fmt: skip
 
     def _dtype(self, lifted: Lifted) -> torch.dtype:
-        scores, output = self.first.meta["val"].dtype, self.second.meta["val"].dtype
+        scores: torch.dtype = self.first.meta["val"].dtype
+        output: torch.dtype = self.second.meta["val"].dtype
         if not {scores, output} <= {torch.float16, torch.bfloat16, torch.float32}:
             raise refuse(DTYPE, f"the matmuls compute in {scores} and {output}", self.first)
         if scores == torch.float32 and output != scores and all(self._widened_from(lifted, w, output) for w in "qk"):

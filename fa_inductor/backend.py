@@ -38,7 +38,7 @@ DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention agai
 DROPOUT_RANDOM = declare("fallback_random", "a fused dropout cannot draw eager's random numbers; unset torch._inductor.config.fallback_random to fuse")
 POST_MASK_NAN = declare(
     "post_mask_nan",
-    "a row without a visible key is NaN before the mask after the softmax turns it into 0; give such rows a visible key, or drop one of the two masks",
+    "give rows without a visible key one, or drop one of the two masks: eager turns their NaN into 0 after the softmax",
 )
 INTERNAL = declare("internal_error", "this is a bug in fa_inductor: the site runs unfused; please report the message with the code at that line")
 
@@ -187,7 +187,8 @@ class Compilation:
         facts = recognise_site(site)
         if site.dropout_p and torch._inductor.config.fallback_random:
             raise Refused(Refusal(DROPOUT_RANDOM, "dropout with torch._inductor.config.fallback_random", node.name, location_of(node)))
-        if site.post is not None and facts.mask is not None and facts.mask.fill == float("-inf") and not facts.mask.every_row_visible and _has_choice(site):
+        mask = facts.mask
+        if _has_choice(site) and mask is not None and mask.fill == float("-inf") and not mask.every_row_visible:
             raise Refused(
                 Refusal(POST_MASK_NAN, "probabilities are masked again after a softmax that may have rows of -inf alone", node.name, location_of(node))
             )
@@ -223,6 +224,11 @@ class Compilation:
     def _deterministic(self) -> bool:
         asked = self.options.deterministic
         return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+
+
+def _selection(verdict: _Verdict) -> str:
+    said = [f"{kernel}: {reason}" for kernel, reasons in verdict.passed_over for reason in reasons]
+    return "\n".join([verdict.candidate.anchor.output.name, str(verdict.plan), *said])
 
 
 def _has_choice(site: AttentionSite) -> bool:

@@ -38,7 +38,7 @@ def product(sizes: Sequence[Expr]) -> Expr:
 
 def equal(x: Expr, y: Expr) -> bool:
     """Provably equal (False where it is not known)."""
-    return x == y or sympy.expand(x - y) == 0
+    return bool(x == y or sympy.expand(x - y) == 0)
 
 
 class Space:
@@ -131,8 +131,7 @@ def exact_quotient(x: Expr, n: Expr) -> Expr | None:
     if x.has(FloorDiv, Mod) and not n.is_Integer and not x.is_Mul:
         return None
     quotient = sympy.cancel(x / n) if not x.has(FloorDiv, Mod) else x / n
-    numerator, denominator = quotient.as_numer_denom()
-    return sympy.expand(quotient) if denominator == 1 else None
+    return sympy.expand(quotient) if quotient.as_numer_denom()[1] == 1 else None
 
 
 def view_index(space: Space, source: Sequence[Expr], target: Sequence[Expr], index: Sequence[Expr]) -> tuple[Expr, ...]:

@@ -110,7 +110,7 @@ def candidates(space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, 
     """
     found: list[tuple[int, int, View4]] = []
     depth = 0
-    for at, (below, i) in enumerate(chain(space, node, index)):
+    for below, i in chain(space, node, index):
         view = as_view(space, axes, below, i)
         if view is not None:
             found.append((elements(below), depth, view))

@@ -199,14 +199,7 @@ def _cumsum(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | Non
     return _literal(reader, node, 0) if constant(node.args[0]) == 0 else None
 
 
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "ne": operator.ne,
-    "eq": operator.eq,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-}
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {n: getattr(operator, n) for n in ("ne", "eq", "lt", "le", "gt", "ge")}
 _NO_EXTENTS = Space({})
 
 RULES: dict[str, Rule] = {

@@ -168,12 +168,8 @@ def mask_facts(program: ScoreProgram, peeled: Peeled, at_least: Callable[[Affine
     lower = [t.bound for t in terms if t.kind == "lower" and t.bound]
     own_key = [n for n in peeled.terms if not any(t.node == n and t.kind != "key" for t in terms)]
     first = not lower and not own_key and all(at_least(u, 0) for u in upper)  # key 0 is visible to every row
-    own = (
-        all(at_least(u, 0) for u in upper)
-        and all(at_least(_minus(low), 0) for low in lower)
-        and square_at_least(Affine(0))
-        and all(_holds_on_diagonal(program, n) for n in own_key)
-    )
+    diagonals = all(at_least(u, 0) for u in upper) and all(at_least(_minus(low), 0) for low in lower)
+    own = diagonals and square_at_least(Affine(0)) and all(_holds_on_diagonal(program, n) for n in own_key)
     visible = first or own  # or row q sees key q
     return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), complete, visible, _skip_above(peeled))  # type: ignore[arg-type]
 

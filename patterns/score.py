@@ -58,8 +58,7 @@ def looks_like_alibi(program: ScoreProgram, bias: int) -> bool:
         if i not in reached:
             reached.add(i)
             queue += program.nodes[i].args
-    positions = any(
-        program.nodes[i].op == "index" and program.nodes[i].value == "k" and any(i in program.nodes[j].args and program.nodes[j].op != "load" for j in reached)
-        for i in reached
-    )
+    nodes = program.nodes
+    keys = [i for i in reached if nodes[i].op == "index" and nodes[i].value == "k"]
+    positions = any(i in nodes[j].args and nodes[j].op != "load" for i in keys for j in reached)
     return positions and "h" in dependencies(program.nodes)[bias]

@@ -15,12 +15,13 @@ from fa_inductor.backend import Compilation
 from fa_inductor.options import Options
 from fa_inductor.report import GraphReport, SiteReport, collecting
 
+AUTOMATIC = Options()
 FLOOR = {torch.float32: 4e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 """Rounding floor relative to the largest reference value: a unit in the last place of the low formats; in fp32 the rounding of
 the stored lse alone changes every probability of a row by up to 1e-6 at |lse| = 16, and gradients of scalars sum such rows."""
 
 
-def rewritten(function: Callable[..., Any], options: Options = Options(), dynamic: bool | None = None) -> Callable[..., Any]:
+def rewritten(function: Callable[..., Any], options: Options = AUTOMATIC, dynamic: bool | None = None) -> Callable[..., Any]:
     """``function`` compiled up to Inductor; the rewritten graph runs eagerly (with autograd)."""
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -33,7 +34,7 @@ def rewritten(function: Callable[..., Any], options: Options = Options(), dynami
     return torch.compile(function, backend=backend, dynamic=dynamic)  # type: ignore[no-any-return]
 
 
-def sites_of(function: Callable[..., Any], *inputs: Any, options: Options = Options(), dynamic: bool | None = None) -> tuple[Any, list[SiteReport]]:
+def sites_of(function: Callable[..., Any], *inputs: Any, options: Options = AUTOMATIC, dynamic: bool | None = None) -> tuple[Any, list[SiteReport]]:
     """(result, one report per softmax)."""
     with collecting() as reports:
         result = rewritten(function, options, dynamic)(*inputs)
@@ -44,7 +45,9 @@ def refusals_of(reports: list[GraphReport]) -> list[str]:
     return [s.refusal.code for r in reports for s in r.sites if s.refusal]
 
 
-def check(function: Callable[..., Tensor], inputs: Sequence[Any], sites: int = 1, options: Options = Options(), dynamic: bool | None = None) -> list[SiteReport]:
+def check(
+    function: Callable[..., Tensor], inputs: Sequence[Any], sites: int = 1, options: Options = AUTOMATIC, dynamic: bool | None = None
+) -> list[SiteReport]:
     """All ``sites`` softmaxes fuse, and the output and every gradient obey the two-reference rule."""
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
     result, reports = sites_of(function, *inputs, options=options, dynamic=dynamic)

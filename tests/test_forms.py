@@ -373,7 +373,10 @@ def test_form_fuses(name: str) -> None:
     check(function, inputs())
 
 
-@pytest.mark.parametrize("name", ["causal_arange", "key_padding", "grouped_repeat_interleave", "alibi", "merged_batch_and_heads_masked", "softcap", "packed_qkv"])
+LOW_PRECISION = ["causal_arange", "key_padding", "grouped_repeat_interleave", "alibi", "merged_batch_and_heads_masked", "softcap", "packed_qkv"]
+
+
+@pytest.mark.parametrize("name", LOW_PRECISION)
 def test_form_fuses_in_bfloat16(name: str) -> None:
     torch.manual_seed(0)
     function, inputs = FORMS[name]

@@ -205,12 +205,12 @@ def _fold(op: str, nodes: list[Node]) -> bool | int | float | None:
         return None
     values = [n.value for n in nodes]
     try:
-        return _FOLD[op](*values) if op in _FOLD else None  # type: ignore[no-untyped-call]
+        return _FOLD[op](*values) if op in _FOLD else None
     except (OverflowError, ValueError, ZeroDivisionError):
         return None  # left to the kernel, which gives IEEE results
 
 
-_FOLD = {
+_FOLD: dict[str, Callable[..., bool | int | float]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,

@@ -16,6 +16,9 @@ from fa_inductor.program import Coordinates, Node, ScoreProgram, dependencies, e
 
 from .schedule import prune
 
+Buffer = Callable[[str], Tensor]
+"""A block by name, of the scores' shape, whose contents may be written over in the next block."""
+
 
 class Steps:
     """``program`` has results ``(y, dscore, …)`` or just ``(y,)``; see ``begin`` and ``finish``."""
@@ -31,7 +34,12 @@ class Steps:
         self.first = [i for i in live if "grad" not in self.depends[i]]
         self.second = [i for i in live if "grad" in self.depends[i]]
         self.last_use = self._last_use()
-        outside = {a for i in live for a in self.nodes[i].args} | set(self.results) | ({self.bias} if self.bias is not None else set())
+        outside = {a for i in live for a in self.nodes[i].args} | set(self.results)
+        self.bias_split = False
+        if self.bias is not None:
+            node = self.nodes[self.bias]
+            self.bias_split = node.op in ("add", "sub", "mul", "div") and self.bias not in outside
+            outside |= set(node.args) if self.bias_split else {self.bias}
         free = [i for i in sorted(outside) if self._is_free(i)]
         self.constants = {i: torch.tensor(self.nodes[i].value) for i in free if self.nodes[i].op == "const"}
         self.broadcast = [i for i in free if i not in self.constants]
@@ -50,18 +58,27 @@ class Steps:
             values.update(zip(self.broadcast, found, strict=True))
         return values
 
-    def begin(self, values: dict[int, Tensor], score: Tensor) -> Tensor:
+    def write_bias(self, values: dict[int, Tensor], out: Tensor) -> None:
+        """The bias, broadcast into ``out``; its last operation writes there, since it is often the one that makes it large (ALiBi)."""
+        assert self.bias is not None
+        args = [values[a] for a in self.nodes[self.bias].args] if self.bias_split else []
+        if args and torch.broadcast_shapes(*(a.shape for a in args)) == out.shape:
+            _apply(self.nodes[self.bias], args, out)
+        else:
+            out.copy_(_apply(self.nodes[self.bias], args, None) if args else values[self.bias])
+
+    def begin(self, values: dict[int, Tensor], score: Tensor, buffer: Buffer) -> Tensor:
         """y for a block that holds ``scale * score + bias``; may write over it."""
         values[self.head] = score
-        self._run(self.first, values)
+        self._run(self.first, values, buffer)
         return values[self.results[0]]
 
-    def finish(self, values: dict[int, Tensor], grad: Tensor) -> list[Tensor]:
+    def finish(self, values: dict[int, Tensor], grad: Tensor, buffer: Buffer) -> list[Tensor]:
         """All results for the incoming gradient; may write over it. The second one is ``dscore / dscore_scale``."""
         for i, node in enumerate(self.nodes):
             if node.op == "grad":
                 values[i] = grad
-        self._run(self.second, values)
+        self._run(self.second, values, buffer)
         return [values.get(r, grad) for r in self.results]
 
     # -- analysis ------------------------------------------------------------------------------------------------------
@@ -141,7 +158,7 @@ class Steps:
                 last[a] = position
         return last
 
-    def _run(self, steps: list[int], values: dict[int, Tensor]) -> None:
+    def _run(self, steps: list[int], values: dict[int, Tensor], buffer: Buffer) -> None:
         start = -len(steps) if steps is self.first else 0
         for position, i in enumerate(steps, start):
             node = self.nodes[i]
@@ -150,6 +167,8 @@ class Steps:
             for a, value in zip(node.args, args, strict=True):
                 if self._is_block(a) and self.last_use[a] == position and a not in self.results and node.type == self.nodes[a].type == "float":
                     target = value
+            if target is None and node.type == "float":
+                target = buffer(f"step {i}")  # all float steps are of the block's shape
             values[i] = _apply(node, args, target)
 
 

@@ -48,7 +48,7 @@ def test_model(name: str) -> None:
     check_model(name)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "swin", "nano"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "nano"])
 def test_model_with_symbolic_sizes(name: str) -> None:
     check_model(name, dynamic=True)
 

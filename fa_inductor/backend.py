@@ -40,6 +40,7 @@ POST_MASK_NAN = declare(
     "post_mask_nan",
     "give rows without a visible key one, or drop one of the two masks: eager turns their NaN into 0 after the softmax",
 )
+SHARED = declare("shared_output", "one softmax for each matmul is fused; this one is computed as before, and multiplies the other's probabilities")
 INTERNAL = declare("internal_error", "this is a bug in fa_inductor: the site runs unfused; please report the message with the code at that line")
 
 _names = iter(range(10**9))
@@ -161,10 +162,17 @@ class Compilation:
         for verdict in verdicts:
             self._guarded(verdict, lambda v: setattr(v, "site", analyse(context, v.candidate)))
         claimed: set[fx.Node] = set()
-        for verdict in verdicts:
-            if verdict.site is not None and verdict.site.output.node not in claimed:
-                claimed.add(verdict.site.output.node)
-                self._guarded(verdict, lambda v: self._rewrite(context, v))
+        for verdict in reversed(verdicts):  # the last first: it may read an earlier one's output, a node that the rewrite replaces
+            if verdict.site is None:
+                continue
+            node = verdict.site.output.node
+            if node in claimed:
+                softmax = verdict.candidate.anchor.output
+                verdict.refusal = Refusal(SHARED, "another softmax is fused with the matmul that this one feeds", softmax.name, location_of(softmax))
+                continue
+            self._guarded(verdict, lambda v: self._rewrite(context, v))
+            if verdict.plan is not None:
+                claimed.add(node)
         gm.graph.lint()
         gm.recompile()
         return verdicts

@@ -110,12 +110,22 @@ class Lifter:
 
     def _rounded(self, node: fx.Node, value: int) -> int:
         """Low-precision results keep their rounding, except on the path of the scores, which is computed in fp32."""
-        fmt = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(node.meta["val"].dtype)
-        if fmt is None or node in self.carriers or self.builder.nodes[value].op in ("const", "round"):
+        dtype, b = node.meta["val"].dtype, self.builder
+        fmt = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(dtype)
+        cell = b.nodes[value]
+        if fmt is None or (cell.op == "round" and cell.value == fmt):
             return value
-        if self.builder.nodes[value].op == "where" and all(self.builder.nodes[a].op == "const" for a in self.builder.nodes[value].args[1:]):
-            return value  # a choice between two literals of that format
-        return self.builder.emit("round", value, value=fmt)
+        literal = [b.nodes[a].op == "const" for a in cell.args[1:]]
+        if cell.op == "const":
+            return self._literal(value, dtype)
+        if cell.op == "where" and any(literal):  # -1e9 is -inf in float16, among the scores too
+            arms = (self._literal(a, dtype) if known else a for a, known in zip(cell.args[1:], literal))
+            value = b.emit("where", cell.args[0], *arms)
+        return value if node in self.carriers or (all(literal) and cell.op == "where") else b.emit("round", value, value=fmt)
+
+    def _literal(self, value: int, dtype: torch.dtype) -> int:
+        """The literal at ``value`` rounded to ``dtype``."""
+        return self.builder.const(float(torch.tensor(self.builder.nodes[value].value, dtype=torch.float64).to(dtype)))
 
     def operand(self, x: Any, index: tuple[Expr, ...]) -> int:
         """Argument of a pointwise op read at the element ``index`` of its (broadcast) result."""

@@ -112,13 +112,15 @@ class WithWeights(nn.Module):
         return self.attention(x, x, x, need_weights=True)
 
 
-_llama = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
-_bert = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=100)
-_deberta = dict(
-    relative_attention=True, position_buckets=16, pos_att_type=["c2p", "p2c"], norm_rel_ebd="layer_norm", share_att_key=True,
-    position_biased_input=False, max_position_embeddings=64,
-)  # fmt: skip
-_swin = dict(embed_dim=32, depths=[2, 2], num_heads=[2, 4], image_size=64, patch_size=4, window_size=4, drop_path_rate=0.0)
+_llama = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+_bert = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
+_deberta = {
+    "relative_attention": True, "position_buckets": 16, "pos_att_type": ["c2p", "p2c"], "norm_rel_ebd": "layer_norm", "share_att_key": True,
+    "position_biased_input": False, "max_position_embeddings": 64,
+}  # fmt: skip
+_swin = {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "image_size": 64, "patch_size": 4, "window_size": 4, "drop_path_rate": 0.0}
+
+_vit = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
 
 MODELS: dict[str, Model] = {
     "gpt2": Model(_causal("GPT2Config", n_embd=64, n_head=4, n_layer=2), _ids, 2),
@@ -130,7 +132,7 @@ MODELS: dict[str, Model] = {
         lambda: {**_ids(), **_ids(length=9, name="decoder_input_ids")},
         6,
     ),
-    "vit": Model(_encoder("ViTConfig", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8), lambda: _images(32), 2),
+    "vit": Model(_encoder("ViTConfig", **_vit), lambda: _images(32), 2),
     "swin": Model(_encoder("SwinConfig", **_swin), lambda: _images(64), 4),
     "bloom": Model(_causal("BloomConfig", hidden_size=64, n_layer=2, n_head=4), _ids, 2),
     "deberta": Model(_encoder("DebertaV2Config", **_bert, **_deberta), lambda: _ids(length=16), 2),

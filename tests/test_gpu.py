@@ -6,7 +6,9 @@ import pytest
 import test_forms
 import torch
 from fusing import check
+from model_zoo import MODELS
 from test_forms import FORMS
+from test_models import check_model
 from torch import Tensor
 
 from fa_inductor.options import Options
@@ -52,3 +54,10 @@ def test_selected(name: str) -> None:
     torch.manual_seed(0)
     function, inputs = FORMS[name]
     check(function, cast(inputs(), torch.bfloat16))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kernel", [None, "triton_fa2"], ids=["selected", "triton"])
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str, kernel: str | None, autocast: torch.dtype | None) -> None:
+    check_model(name, Options(kernel=kernel), device="cuda", autocast=autocast)

@@ -16,23 +16,26 @@ import fa_inductor
 from fa_inductor.options import Options
 
 
-def step(call: Callable[..., Any], model: nn.Module, inputs: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def step(call: Callable[..., Any], model: nn.Module, inputs: dict[str, Tensor], autocast: torch.dtype | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs and the gradients of a random projection of them."""
     model.zero_grad(set_to_none=True)
-    outputs = outputs_of(call(**inputs))
+    device = next(iter(inputs.values())).device.type
+    with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
+        outputs = outputs_of(call(**inputs))
     generator = torch.Generator().manual_seed(3)
     weights = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
     sum((o * w).mean() for o, w in zip(outputs, weights)).backward()  # type: ignore[union-attr]
     return outputs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def check_model(name: str, options: Options = AUTOMATIC, dynamic: bool | None = None, device: str = "cpu") -> None:
+def check_model(name: str, options: Options = AUTOMATIC, dynamic: bool | None = None, device: str = "cpu", autocast: torch.dtype | None = None) -> None:
     model, inputs = build(name)
     model, inputs = model.to(device), {n: x.to(device) for n, x in inputs.items()}
     exact_model = copy.deepcopy(model).double()
     exact_inputs = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
     compiled = rewritten(model, options, dynamic)
-    ours, eager, exact = step(compiled, model, inputs), step(model, model, inputs), step(exact_model, exact_model, exact_inputs)
+    ours, eager = step(compiled, model, inputs, autocast), step(model, model, inputs, autocast)
+    exact = step(exact_model, exact_model, exact_inputs)
     counted = fa_inductor.counters()
     assert (counted["rewritten"], counted["refused"]) == (MODELS[name].sites, 0), counted
     for a, b, c in zip(ours[0], eager[0], exact[0]):
@@ -51,6 +54,11 @@ def test_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "nano"])
 def test_model_with_symbolic_sizes(name: str) -> None:
     check_model(name, dynamic=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "swin", "annotated"])
+def test_model_under_autocast(name: str) -> None:
+    check_model(name, autocast=torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])

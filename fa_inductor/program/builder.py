@@ -143,7 +143,7 @@ class ProgramBuilder:
             return self._negate(nodes[0])
         if op == "where" and self._literal_first(nodes):
             return self.emit("where", self.emit("not", args[0]), args[2], args[1])
-        if op == "sub" and nodes[0].value == 1 and nodes[1].op == "to_float" and self.nodes[nodes[1].args[0]].type == "bool":
+        if op == "sub" and nodes[0].op == "const" and nodes[0].value == 1 and nodes[1].op == "to_float" and self.nodes[nodes[1].args[0]].type == "bool":
             return self.emit("to_float", self.emit("not", nodes[1].args[0]))  # 1 - [p] = [not p]
         if op == "mul" and (choice := self._choice(args)) is not None:
             return choice

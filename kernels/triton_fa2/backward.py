@@ -38,7 +38,7 @@ def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, need
 
 def _shared(traits: Traits, inputs: Inputs, result: Forward, grad_out: Tensor) -> dict[str, Any]:
     """Arguments of every gradient kernel; runs the kernel that computes delta."""
-    q, out = inputs.q, result.out
+    q, out = inputs.q, result.extra[1] if traits.exact_delta else result.out
     batch, heads, length, _ = q.shape
     delta = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
     extra: dict[str, Any] = {}

@@ -48,6 +48,7 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
         "dv": dv,
         "group": int(request.q.shape[1]) // int(request.k.shape[1]),
         "dropout": request.dropout_p > 0,
+        "exact_delta": size == 2 and sums_over_keys(request),
         "split": wide == 256 and size == 2,
         "precision": "" if size == 2 else f', input_precision="{"tf32" if request.tf32 else "ieee"}"',
     }
@@ -102,6 +103,17 @@ def _shrink(name: str, launch: Launch, request: AttentionRequest) -> Launch:
             m, n = (m, 64) if name == "columns" else (64, n)
     warps = min(warps, 4) if m * n < launch.m * launch.n and m * n <= 64 * 64 else warps
     return Launch(m, n, warps, launch.stages)
+
+
+def sums_over_keys(request: AttentionRequest) -> bool:
+    """Some captured tensor's gradient is summed over the keys (a temperature, ALiBi slopes, a row's bias).
+
+    sum_k dS dprogram/dc cancels: with delta from an output rounded to half precision its error is many times eager's own.
+    """
+    return any(
+        node.op == "load" and request.captures[int(node.value)].requires_grad and "k" not in needs  # type: ignore[arg-type]
+        for node, needs in zip(request.program.nodes, depends(request.program), strict=True)
+    )
 
 
 def dense_bytes(request: AttentionRequest) -> int:

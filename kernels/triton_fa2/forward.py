@@ -20,6 +20,9 @@ def forward(plan: Plan, inputs: Inputs) -> Forward:
     arguments = tensor_arguments({"Q": q, "K": k, "V": v, "O": out}) | {"LSE": lse}
     if traits.split_lse:
         arguments["LSE_LOW"] = low
+    exact = empty_like_order(q, out.shape if traits.exact_delta else (0, 0, 0, 0), torch.float32)
+    if traits.exact_delta:
+        arguments |= tensor_arguments({"O32": exact})
     size = int(plan.get("fwd_m"))
     launch(
         forward_kernel(plan),
@@ -30,4 +33,4 @@ def forward(plan: Plan, inputs: Inputs) -> Forward:
         num_warps=plan.get("fwd_warps"),
         num_stages=plan.get("fwd_stages"),
     )
-    return Forward(out, lse, (low, torch.empty((0,), dtype=torch.float32, device=q.device)))
+    return Forward(out, lse, (low, exact))

@@ -72,8 +72,8 @@ def _surely_less(a: Size, b: Size) -> bool:
     return statically_known_true(a < b)
 
 
-def empty_like_order(tensor: Tensor, shape: Sequence[Size]) -> Tensor:
+def empty_like_order(tensor: Tensor, shape: Sequence[Size], dtype: torch.dtype | None = None) -> Tensor:
     """A dense tensor of ``shape`` whose dimensions lie in memory in ``tensor``'s order."""
     order = memory_order(tensor)
-    dense = torch.empty([shape[d] for d in order], dtype=tensor.dtype, device=tensor.device)
+    dense = torch.empty([shape[d] for d in order], dtype=dtype or tensor.dtype, device=tensor.device)
     return dense.permute([order.index(d) for d in range(len(order))])

@@ -39,6 +39,7 @@ CONSTANTS = ("BLOCK_M", "BLOCK_N")
 def parameters(traits: Traits) -> list[str]:
     names = [*strided(("Q", "K", "V", "O")), "LSE"]
     names += ["LSE_LOW"] if traits.split_lse else []
+    names += strided(("O32",)) if traits.exact_delta else []
     names += ["SEED", "dropout_p"] if traits.dropout else []
     return [*names, *capture_parameters(traits), *(f"Z{i}" for i in traits.sizes), "H", "Lq", "Lk"]
 
@@ -158,6 +159,8 @@ def _epilogue(traits: Traits, dv_in: str | None) -> list[str]:
     if traits.split_lse:
         lines += ['low = tl.where(lse == float("-inf"), 0.0, log_l - (lse - m))', "tl.store(LSE_LOW + row, low, mask=q_in)"]
     inside = " & ".join(["q_in[:, None]", *([dv_in] if dv_in else [])])
+    if traits.exact_delta:
+        lines += [base("o32_base", "O32", "b", "h"), f"tl.store({tile_pointer('o32_base', 'O32', 'q_rows', 'dv_local')}, acc, mask={inside})"]
     return [
         *lines,
         base("o_base", "O", "b", "h"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from .render import Renderer
 from .traits import Traits
 
-TENSORS = {"Q": 4, "K": 4, "V": 4, "O": 4, "DO": 4, "DQ": 4, "DK": 4, "DV": 4}
+TENSORS = {"Q": 4, "K": 4, "V": 4, "O": 4, "O32": 4, "DO": 4, "DQ": 4, "DK": 4, "DV": 4}
 """Tensors of rank 4 and arbitrary strides; every other tensor of a kernel is contiguous."""
 
 

@@ -93,6 +93,11 @@ class Traits:
     def dropout(self) -> bool:
         return bool(self.plan.get("dropout"))
 
+    @property
+    def exact_delta(self) -> bool:
+        """The output is kept in fp32 for backward too (see ``config.sums_over_keys``)."""
+        return bool(self.plan.get("exact_delta"))
+
     @cached_property
     def captures(self) -> tuple[int, ...]:
         """Captured tensors that a kernel must be given."""

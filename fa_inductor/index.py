@@ -117,6 +117,8 @@ class Space:
         if n == 1 or expr == 0:
             return ZERO
         _, rest = self._split(expr, n)
+        if rest.is_Integer and n.is_Integer:
+            return rest % n  # -1 is left of 2*s - 1
         return rest if self._fits(rest, n) else Mod(rest, n)
 
 
@@ -134,6 +136,17 @@ def exact_quotient(x: Expr, n: Expr) -> Expr | None:
     return sympy.expand(quotient) if quotient.as_numer_denom()[1] == 1 else None
 
 
+def rejoined(expr: Expr) -> Expr:
+    """``n*(x // n) + x % n`` put together again: x. Left by a dimension that was split and merged."""
+    for rest in expr.atoms(Mod):
+        x, n = rest.args
+        quotient = FloorDiv(x.args[0], x.args[1] * n) if isinstance(x, FloorDiv) else FloorDiv(x, n)
+        weight = expr.coeff(rest)
+        if weight != 0 and equal(expr.coeff(quotient), weight * n):
+            return rejoined(sympy.expand(expr + weight * (x - rest - n * quotient)))
+    return expr
+
+
 def view_index(space: Space, source: Sequence[Expr], target: Sequence[Expr], index: Sequence[Expr]) -> tuple[Expr, ...]:
     """Index into a tensor of shape ``source`` of element ``index`` of its reshape to ``target`` (row-major order kept)."""
     result: list[Expr] = []
@@ -142,7 +155,7 @@ def view_index(space: Space, source: Sequence[Expr], target: Sequence[Expr], ind
         flat = ZERO
         for size, i in zip(out_sizes, out_index):
             flat = flat * size + i
-        flat = sympy.expand(flat)
+        flat = rejoined(sympy.expand(flat))
         stride = product(sizes)
         for position, size in enumerate(sizes):
             stride = exact_quotient(stride, size) if size != 1 else stride

@@ -10,7 +10,9 @@ from .request import Kernel
 
 ORDER = {"cpu": ("torch_sdpa", "tiled"), "cuda": ("torch_sdpa", "triton_fa2", "tiled")}
 """Which kernels are asked, by device type, in order of preference; other devices ask ``tiled``."""
-NAMES = ("torch_sdpa", "triton_fa2", "tiled", "reference")
+CHOICES = ("torch_sdpa", "triton_fa2", "tiled")
+"""What the option ``kernel`` may name."""
+NAMES = (*CHOICES, "reference")
 
 
 @cache

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_origin
 
-from .kernel_table import NAMES
+from .kernel_table import CHOICES
 
 KERNEL_ALIASES = {"triton": "triton_fa2", "sdpa": "torch_sdpa"}
 
@@ -88,8 +88,8 @@ def _kernel(value: object) -> str | None:
     if value is None or value == "auto":
         return None
     name = KERNEL_ALIASES.get(value, value) if isinstance(value, str) else value
-    if name not in NAMES:
-        names = (*NAMES, *KERNEL_ALIASES, "auto")
+    if name not in CHOICES:
+        names = (*CHOICES, *KERNEL_ALIASES, "auto")
         raise ValueError(f"use one of {', '.join(names)}{_did_you_mean(value, names)}")
     return str(name)
 

@@ -55,6 +55,15 @@ def _promoted(cell: Cell, x: int, y: int) -> tuple[int, int]:
     return cell.builder.convert(x, kind), cell.builder.convert(y, kind)
 
 
+def _as_compared(cell: Cell, position: int) -> int:
+    """Argument of a comparison; a literal is rounded to the low-precision format of the tensor that it meets."""
+    x, other = cell.arg(position), cell.arg(1 - position)
+    dtype = other.meta["val"].dtype if isinstance(other, fx.Node) and isinstance(other.meta["val"], torch.Tensor) else None
+    if isinstance(x, (int, float)) and dtype in (torch.float16, torch.bfloat16):
+        return cell.builder.const(float(torch.tensor(x, dtype=torch.float64).to(dtype)))
+    return cell.read(x)
+
+
 def _binary(op: str) -> Rule:
     def rule(cell: Cell) -> int | None:
         if cell.kind == "bool":
@@ -74,7 +83,7 @@ def _unary(op: str) -> Rule:
 
 def _compare(op: str) -> Rule:
     def rule(cell: Cell) -> int:
-        x, y = _promoted(cell, cell.read(cell.arg(0)), cell.read(cell.arg(1)))
+        x, y = _promoted(cell, *(_as_compared(cell, a) for a in (0, 1)))
         return cell.builder.emit(op, x, y)
 
     return rule

@@ -138,6 +138,6 @@ def test_the_readme_names_every_option():
     from fa_inductor import kernel_table, options
 
     readme = (ROOT / "README.md").read_text()
-    missing = [name for name in (*options._CHECKS, "mode", *kernel_table.NAMES) if f"`{name}`" not in readme and f'"{name}"' not in readme]
+    missing = [name for name in (*options._CHECKS, "mode", *kernel_table.CHOICES) if f"`{name}`" not in readme and f'"{name}"' not in readme]
     assert missing == []
     assert all(name in readme for name in ("FA_INDUCTOR_DUMP", "FA_INDUCTOR_KERNEL", "FA_INDUCTOR_DISABLE", "make demo", "make test"))

@@ -19,6 +19,8 @@ _SIGN: dict[str, Callable[..., bool | None]] = {
 """Comparisons of a non-negative index with the literal c that are known whatever the index."""
 _REFLEXIVE = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
 _OPPOSITE = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
+_WITHIN = {"lt": "and", "le": "and", "gt": "or", "ge": "or"}
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _COMMUTATIVE = frozenset({"add", "mul", "min", "max", "and", "or", "eq", "ne"})
 
 
@@ -147,6 +149,11 @@ class ProgramBuilder:
             return self.emit("to_float", self.emit("not", nodes[1].args[0]))  # 1 - [p] = [not p]
         if op == "mul" and (choice := self._choice(args)) is not None:
             return choice
+        if (pushed := self._into_choice(op, args)) is not None:
+            return pushed
+        if op in _WITHIN and nodes[0].op == "abs" and nodes[0].type == "int" and nodes[1].op == "const":
+            inner, limit = nodes[0].args[0], int(nodes[1].value or 0)  # |x| <= c is x <= c and x >= -c
+            return self.emit(_WITHIN[op], self.emit(op, inner, args[1]), self.emit(_MIRRORED[op], inner, self.const(-limit)))
         if op in ("and", "or"):
             for a, other in ((0, 1), (1, 0)):
                 if nodes[a].op == "const":
@@ -189,6 +196,32 @@ class ProgramBuilder:
             bit, c = self.nodes[flag], self.nodes[literal]
             if bit.op == "to_float" and self.nodes[bit.args[0]].type == "bool" and c.op == "const" and math.isfinite(float(c.value or 0)):
                 return self.emit("where", bit.args[0], literal, self.const(0.0))
+        return None
+
+    def _into_choice(self, op: str, args: tuple[int, ...]) -> int | None:
+        """``op`` on a choice between two literals (``[p]`` is one of 1 and 0) and literals: a choice between the two results."""
+        chosen = [a for a in args if self._literals(a) is not None]
+        if len(chosen) != 1 or op == "where" or any(a not in chosen and self.nodes[a].op != "const" for a in args):
+            return None
+        found = self._literals(chosen[0])
+        assert found is not None
+        predicate, *literals = found
+        results = [_fold(op, [literal if a == chosen[0] else self.nodes[a] for a in args]) for literal in literals]
+        if any(r is None or r != r for r in results):
+            return None
+        if self._type(op, tuple(self.nodes[a].type for a in args)) == "bool":
+            same = results[0] == results[1]
+            return self.const(bool(results[0])) if same else predicate if results[0] else self.emit("not", predicate)
+        return self.emit("where", predicate, *(self.const(r) for r in results if r is not None))
+
+    def _literals(self, at: int) -> tuple[int, Node, Node] | None:
+        """(p, x, y) of ``where(p, x, y)`` with literals x and y, and of a converted predicate ``[p]``."""
+        node = self.nodes[at]
+        if node.op == "where" and all(self.nodes[a].op == "const" for a in node.args[1:]):
+            return node.args[0], self.nodes[node.args[1]], self.nodes[node.args[2]]
+        if node.op in ("to_int", "to_float") and self.nodes[node.args[0]].type == "bool":
+            one, zero = (1.0, 0.0) if node.type == "float" else (1, 0)
+            return node.args[0], Node("const", node.type, (), one), Node("const", node.type, (), zero)
         return None
 
     def _neutral(self, args: tuple[int, ...], neutral: int) -> int | None:

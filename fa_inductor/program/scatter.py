@@ -77,6 +77,7 @@ def _scatter_plain(target: Tensor, dload: Tensor, axes: tuple[str | int, ...], c
 
 
 def _scatter_indexed(target: Tensor, dload: Tensor, indices: list[Tensor]) -> None:
+    indices = [i if i.dim() else i.reshape(1, 1, 1, 1) for i in indices]  # a constant may come as a scalar
     unread = [d for d in range(4) if all(i.shape[d] == 1 for i in indices)]
     total = dload.sum(unread, keepdim=True) if unread else dload
     if target.device.type != "cpu":

@@ -40,6 +40,7 @@ ESCAPED_DROPOUT = declare(
     "escape_after_dropout",
     "the probabilities after dropout are used elsewhere too, with the same random mask; return them before dropout, or set p=0",
 )
+DROPS_ALL = declare("dropout_of_everything", "p=1 leaves nothing to compute; a smaller p can be fused")
 DROPOUT_TWICE = declare("dropout_twice", "one dropout between softmax and matmul can be fused")
 DTYPE = declare("dtype", "attention runs fused in float16, bfloat16 and float32")
 RENORMALISED = declare("renormalised", "the probabilities are reduced over again (renormalised) before the second matmul")
@@ -176,6 +177,8 @@ class _Region:
                 reads.append(index)
                 return lifter.builder.score()
             if is_dropout(node):
+                if argument(node, 1, "p") == 1:
+                    raise refuse(DROPS_ALL, "this dropout sets every probability to zero", node)
                 dropped.append((node, float(argument(node, 1, "p"))))
                 return lifter.element(node.args[0], index)  # type: ignore[arg-type]
             if name_of(node) in _REDUCTIONS:

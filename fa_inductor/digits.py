@@ -95,7 +95,7 @@ def assign(digits: Digits, probability: set[sympy.Symbol], key: set[sympy.Symbol
     batch = [x for x in order if x in probability and x not in query]
     shared = [x for x in batch if x not in key and x not in value]
     channels = tuple(x for x in order if x not in probability)
-    heads = batch[-1:] if len(batch) > 1 else []
+    heads = batch[-1:]  # a lone batch dimension counts as heads: only these may share keys
     if shared and batch[-len(shared) :] == shared:
         heads = shared
     rest = tuple(x for x in batch if x not in heads)

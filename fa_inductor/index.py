@@ -21,10 +21,16 @@ ONE = sympy.Integer(1)
 
 
 def as_expr(size: Any) -> Expr:
-    """Sympy expression of an int, SymInt or sympy value."""
+    """Sympy expression of an int, SymInt or sympy value; ``(s*s) // s``, as shapes of products have it, is s."""
     if isinstance(size, torch.SymInt):
-        return size.node.expr
+        expr = size.node.expr
+        return expr.replace(FloorDiv, _divided) if expr.has(FloorDiv) else expr
     return sympy.sympify(size)
+
+
+def _divided(x: Expr, n: Expr) -> Expr:
+    exact = exact_quotient(x, n)
+    return FloorDiv(x, n) if exact is None else exact
 
 
 def shape_of(value: Any) -> tuple[Expr, ...]:

@@ -224,6 +224,10 @@ def liftable(node: fx.Node) -> bool:
 _UNKNOWN = Space({})
 
 
+_EXPENSIVE = frozenset({"exp", "log", "tanh", "sigmoid", "sqrt", "rsqrt", "pow", "reciprocal"})
+"""Ops that a kernel would repeat for every head and query tile: computed inside only where that saves much memory."""
+
+
 class Cuts:
     """Where to stop lifting values that do not depend on the scores: at the node where the least has to be in memory."""
 
@@ -248,7 +252,7 @@ class Cuts:
         below = frozenset().union(*(self.leaves(n) for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (torch.SymInt, int))))
         if any(not self._readable(n) for n in below):
             return here
-        cost = sum(elements(n) for n in below)
+        cost = sum(elements(n) for n in below) * (8 if views.name_of(node) in _EXPENSIVE else 1)
         return below if views.is_view(node) or cost <= elements(node) else here
 
     def _open(self, node: fx.Node) -> bool:

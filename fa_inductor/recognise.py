@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import sympy
 
 from .facts import Affine, MaskFacts, ProgramFacts
@@ -29,18 +31,24 @@ def recognise(program: ScoreProgram, lq: Expr, lk: Expr, sizes: tuple[Expr, ...]
     core = core_of(program, peeled.core)
     plain = core.scale is not None and not core.bias
     bias = core.bias[0] if len(core.bias) == 1 else None
-    return ProgramFacts(mask, core.scale if plain or bias is not None else None, bias, core.softcap, plain and mask is None, _labels(program, mask, core))
+    labels = _labels(program, mask, core, square_at_least)
+    return ProgramFacts(mask, core.scale if plain or bias is not None else None, bias, core.softcap, plain and mask is None, labels)
 
 
 def recognise_site(site: AttentionSite) -> ProgramFacts:
     return recognise(site.program, site.axes.q, site.axes.k, site.size_symbols)
 
 
-def _labels(program: ScoreProgram, mask: MaskFacts | None, core: Core) -> tuple[str, ...]:
+_WORD = {"upper": "causal", "lower": "window", "key": "key padding"}
+
+
+def _labels(program: ScoreProgram, mask: MaskFacts | None, core: Core, no_further: Callable[[Affine], bool]) -> tuple[str, ...]:
+    """``no_further``: proves that a bound of ``k - q`` is at most Lk - Lq, which is still causal (the last query sees the last key)."""
     words: list[str] = []
     if mask is not None:
-        kinds = {t.kind for t in mask.terms}
-        words += [w for kind, w in (("upper", "causal"), ("lower", "window"), ("key", "key padding")) if kind in kinds]
+        ahead = {t for t in mask.terms if t.kind == "upper" and t.bound and not (t.bound.constant <= 0 and not t.bound.terms) and not no_further(t.bound)}
+        found = {"window" if t in ahead else _WORD[t.kind] for t in mask.terms}
+        words += [w for w in ("causal", "window", "key padding") if w in found]
         if not mask.only_these_terms:
             words.append("mask")
     if core.softcap is not None:

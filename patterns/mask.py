@@ -31,7 +31,11 @@ class Peeled:
 
 
 def peel(program: ScoreProgram) -> Peeled:
-    """Take the masks off, outermost first."""
+    """Take the masks off, outermost first, as long as they make one mask together.
+
+    Two finite fills, a finite one and -inf, or one that is added to a hidden score's fill (finfo.min twice is -inf) give scores
+    that are hidden in different degrees: the inner mask then stays in the core.
+    """
     nodes, depends = program.nodes, dependencies(program.nodes)
     at, fills, hidden = program.result, [], "replace"
     predicates: list[int] = []
@@ -40,14 +44,15 @@ def peel(program: ScoreProgram) -> Peeled:
         found = _replace(nodes, depends, node) or _add(nodes, depends, node)
         if found is None:
             break
-        at, predicate, fill, kind = found
+        inner, predicate, fill, kind = found
+        if fills and (fill != fills[0] or (hidden == "add" and math.isfinite(fill))):
+            break
+        at = inner
         if kind == "add":
             hidden = "add"
         fills.append(fill)
         predicates += _conjuncts(nodes, predicate)
-    if not fills or (max(fills) > -HUGE and (len(set(fills)) > 1 or hidden == "add")):
-        return Peeled(program.result, (), None, "replace")
-    return Peeled(at, tuple(dict.fromkeys(predicates)), max(fills), hidden)
+    return Peeled(at, tuple(dict.fromkeys(predicates)), fills[0] if fills else None, hidden)
 
 
 Found = tuple[int, int, float, str]
@@ -170,7 +175,7 @@ def mask_facts(program: ScoreProgram, peeled: Peeled, at_least: Callable[[Affine
     first = not lower and not own_key and all(at_least(u, 0) for u in upper)  # key 0 is visible to every row
     diagonals = all(at_least(u, 0) for u in upper) and all(at_least(_minus(low), 0) for low in lower)
     own = diagonals and square_at_least(Affine(0)) and all(_holds_on_diagonal(program, n) for n in own_key)
-    visible = first or own  # or row q sees key q
+    visible = (first or own) and _moderate(program.nodes, peeled.core, math.isinf(peeled.fill))  # own: row q sees key q
     return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), complete, visible, _skip_above(peeled))  # type: ignore[arg-type]
 
 
@@ -186,6 +191,16 @@ def _holds_on_diagonal(program: ScoreProgram, predicate: int) -> bool:
     leaves = {i: q for i, n in enumerate(program.nodes) if n.op == "index" and n.value == "k"}
     at = builder.inline(program, leaves)[predicate]
     return builder.nodes[at].op == "const" and builder.nodes[at].value is True
+
+
+def _moderate(nodes: tuple[Node, ...], at: int, loads: bool) -> bool:
+    """Are the unmasked scores surely above the fill? Not with another mask in them, or a captured tensor unless ``loads`` may be."""
+    node = nodes[at]
+    if node.type != "float":
+        return True
+    if node.op in ("load", "const"):
+        return loads if node.op == "load" else float(node.value or 0) > -1e3  # type: ignore[arg-type]
+    return all(_moderate(nodes, a, loads) for a in (node.args[1:] if node.op == "where" else node.args))
 
 
 def _skip_above(peeled: Peeled) -> float:

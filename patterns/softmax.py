@@ -52,7 +52,7 @@ def _anchor(output: fx.Node, source: object, dim: object, spelling: str) -> Soft
 
 
 def _library(node: fx.Node) -> Softmax | None:
-    if name_of(node) in ("softmax", "_softmax", "special_softmax", "_safe_softmax"):
+    if name_of(node) in ("softmax", "_softmax", "special_softmax"):
         return _anchor(node, node.args[0], argument(node, 1, "dim"), "softmax")
     return None
 

@@ -283,6 +283,12 @@ def grouped_expand_reshape(q, k, v):
     return (q @ k.transpose(2, 3)).softmax(-1) @ v
 
 
+@form(lambda: [rand(1, 6, L, D), rand(1, 2, L, D), rand(1, 2, L, D)])
+def grouped_with_one_sequence(q, k, v):
+    k, v = (x[:, :, None].expand(1, 2, 3, L, D).reshape(1, 6, L, D) for x in (k, v))
+    return (q @ k.transpose(2, 3)).softmax(-1) @ v
+
+
 @form(lambda: [rand(B, H, L, D), rand(B, 1, L, D), rand(B, 1, L, D)])
 def multi_query_broadcast(q, k, v):
     return (q @ k.mT).softmax(-1) @ v
@@ -461,6 +467,11 @@ def double_precision(q, k, v):
     return (q @ k.mT).softmax(-1) @ v
 
 
+@miss("dropout_of_everything")
+def everything_dropped(q, k, v):
+    return F.dropout((q @ k.mT).softmax(-1), 1.0) @ v
+
+
 @miss("escape_after_dropout")
 def dropped_probabilities_returned(q, k, v):
     p = F.dropout((q @ k.mT).softmax(-1), 0.3)
@@ -523,3 +534,12 @@ def test_masking_again_after_rows_of_minus_infinity_is_refused() -> None:
     result, sites = sites_of(function, *qkv())
     assert sites[0].refusal is not None and sites[0].refusal.code == "post_mask_nan"
     assert torch.isfinite(result).all()
+
+
+@pytest.mark.parametrize("name", ["grouped_repeat_interleave", "grouped_expand_reshape", "grouped_with_one_sequence"])
+def test_key_heads_are_not_expanded(name: str) -> None:
+    """Six query heads share two key heads: K and V enter the fused call with two."""
+    function, inputs = FORMS[name]
+    _, (site,) = sites_of(function, *inputs())
+    batch = inputs()[0].shape[0]
+    assert f"k ({batch}, 2, {L}, {D})" in site.shapes, site.shapes

@@ -212,7 +212,7 @@ class ProgramBuilder:
         if self._type(op, tuple(self.nodes[a].type for a in args)) == "bool":
             same = results[0] == results[1]
             return self.const(bool(results[0])) if same else predicate if results[0] else self.emit("not", predicate)
-        return self.emit("where", predicate, *(self.const(r) for r in results if r is not None))
+        return self.emit("where", predicate, *(self.const(r if r or r is False else abs(r)) for r in results if r is not None))  # no -0.0
 
     def _literals(self, at: int) -> tuple[int, Node, Node] | None:
         """(p, x, y) of ``where(p, x, y)`` with literals x and y, and of a converted predicate ``[p]``."""

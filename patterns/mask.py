@@ -37,7 +37,8 @@ def peel(program: ScoreProgram) -> Peeled:
     that are hidden in different degrees: the inner mask then stays in the core.
     """
     nodes, depends = program.nodes, dependencies(program.nodes)
-    at, fills, hidden = program.result, [], "replace"
+    at, hidden = program.result, "replace"
+    fills: list[float] = []
     predicates: list[int] = []
     while True:
         node = nodes[at]

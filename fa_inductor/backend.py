@@ -61,28 +61,36 @@ def flashattn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | 
     with settings:
         compilation = Compilation(gm, parsed.options)
         rewritten = compilation.run()
-        compiled = _inductor(rewritten, example_inputs, parsed.inductor, compilation.fused)
+        compiled = _inductor(rewritten, example_inputs, parsed.inductor, compilation)
     compilation.announce()  # only now: Dynamo may have torn the compilation down to start again
     return compiled
 
 
-def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], fused: int) -> Callable[..., Any]:
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], compilation: Compilation) -> Callable[..., Any]:
+    """Compile with Inductor, counting the fused calls of the graphs that it is given.
+
+    A graph that comes whole from AOTAutograd's cache is not given to Inductor again: it was cached under the plans of this very
+    graph, so it holds the calls that these make.
+    """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    if not fused:
+    if not compilation.fused:
         return compile_fx(gm, example_inputs, config_patches=settings or None)  # type: ignore[return-value]
 
+    called = False
+
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        calls = count_fused(graph)
-        record_final(**({"forward": 0, "backward": calls} if kwargs.get("is_backward") else {"forward": calls, "backward": 0}))
+        nonlocal called
+        called = True
+        backward = bool(kwargs.get("is_backward"))
+        calls = min(op.count_calls(graph, backward), compilation.fused)  # a model may call PyTorch's fused attention too
+        record_final(forward=0 if backward else calls, backward=calls if backward else 0)
         return compile_fx_inner(graph, inputs, **kwargs)
 
-    return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings or None)  # type: ignore[return-value]
-
-
-def count_fused(gm: fx.GraphModule) -> int:
-    """Fused attention calls in a final (post-AOTAutograd) graph, forward or backward: each leaves one call of its kernel's op."""
-    return sum(op.is_fused_call(n) for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+    compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings or None)
+    if not called:
+        record_final(forward=compilation.fused, backward=compilation.differentiated)
+    return compiled  # type: ignore[return-value]
 
 
 @dataclass
@@ -105,6 +113,8 @@ class Compilation:
     options: Options
     seconds: dict[str, float] = field(default_factory=dict)
     fused: int = 0
+    differentiated: int = 0
+    """Of the fused sites, those that need a gradient."""
     report: GraphReport | None = None
 
     def run(self) -> fx.GraphModule:
@@ -147,12 +157,7 @@ class Compilation:
     def _dump_stages(self, dump: Dump, verdicts: Sequence[_Verdict]) -> None:
         dump.write("sites", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}: {v.site or v.refusal}" for v in verdicts))
         dump.write("programs", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}\n{v.site.program}\npost: {v.site.post}" for v in verdicts if v.site))
-        dump.write(
-            "selection",
-            lambda: "\n\n".join(
-                f"{v.candidate.anchor.output.name}\n{v.plan}\n" + "\n".join(f"{k}: {r}" for k, rs in v.passed_over for r in rs) for v in verdicts
-            ),
-        )
+        dump.write("selection", lambda: "\n\n".join(_selection(v) for v in verdicts))
 
     # -- one graph ---------------------------------------------------------------------------------------------------------
     def _graph(self, gm: fx.GraphModule) -> list[_Verdict]:
@@ -228,6 +233,7 @@ class Compilation:
             raise Refused(Refusal(NO_KERNEL, reasons, node.name, location_of(node)))
         replace(context, site, emitter, placed, selection.plan)
         verdict.plan = selection.plan
+        self.differentiated += request.needs_grad
 
     def _deterministic(self) -> bool:
         asked = self.options.deterministic

@@ -8,6 +8,7 @@ launches, not an opaque call (a quarter of an opaque op's host time, and no copi
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -101,12 +102,25 @@ def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 attention.register_autograd(_backward, setup_context=_setup_context)
 attention_backward.register_autograd(_no_double_backward)
 
-_FUSED_ATEN = ("_scaled_dot_product_",)
+# the calls of a final graph that stand for one fused attention: one per kernel and direction
+_FORWARD = re.compile(r"fa_inductor\.tiled_forward|_scaled_dot_product_\w*attention(_for_cpu)?(\.|$)|^fa2_forward$")
+_BACKWARD = re.compile(r"fa_inductor\.tiled_backward|_scaled_dot_product_\w*attention\w*_backward|^fa2_delta$")
 
 
-def is_fused_call(node: torch.fx.Node) -> bool:
-    """Is ``node`` of a final graph the main call of one fused attention (forward or backward)?"""
-    if node.op != "call_function":
-        return False
-    name = str(node.target)
-    return "fa_inductor.attention" in name or "fa_inductor.tiled_" in name or any(word in name for word in _FUSED_ATEN)
+def count_calls(gm: torch.fx.GraphModule, backward: bool) -> int:
+    """Fused attention calls in a final (post-AOTAutograd) graph; recomputed forwards of a backward graph are not counted."""
+    mark = _BACKWARD if backward else _FORWARD
+    graphs = [m.graph for m in gm.modules() if isinstance(m, torch.fx.GraphModule)]
+    return sum(mark.search(_called(n)) is not None for g in graphs for n in g.nodes if n.op == "call_function")
+
+
+def _called(node: torch.fx.Node) -> str:
+    """Name of the op, or of the Triton kernel that a launch in the graph is of."""
+    if "triton_kernel_wrapper" not in str(node.target):
+        return str(node.target)
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    while not hasattr(kernel, "__name__"):  # an autotuner around the function
+        kernel = kernel.fn
+    return str(kernel.__name__)

@@ -20,6 +20,7 @@ from fusing import sites_of
 from torch import Tensor
 
 import fa_inductor
+from fa_inductor.backend import Compilation
 from fa_inductor import backend, kernel_table
 from fa_inductor.explain import explain
 from fa_inductor.report import GraphReport, collecting
@@ -48,9 +49,9 @@ class Handed:
         self.fused: list[int] = []
         self.settings: list[dict[str, Any]] = []
 
-    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any], fused: int) -> Callable[..., Any]:
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any], compilation: Compilation) -> Callable[..., Any]:
         self.graphs.append(gm)
-        self.fused.append(fused)
+        self.fused.append(compilation.fused)
         self.settings.append(settings)
         return gm.forward
 

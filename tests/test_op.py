@@ -79,7 +79,8 @@ def test_caches_hit_in_a_second_process(tmp_path) -> None:
         q, k, v = (torch.ones(2, 2, 16, 8).requires_grad_() for _ in range(3))
         torch.compile(f, backend="flashattn")(q, k, v).sum().backward()
         import fa_inductor
-        assert fa_inductor.counters()["rewritten"] == 1, fa_inductor.counters()
+        counts = fa_inductor.counters()
+        assert (counts["rewritten"], counts["forward"], counts["backward"]) == (1, 1, 1), counts
         print("HITS", counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
         """
     )
@@ -88,3 +89,24 @@ def test_caches_hit_in_a_second_process(tmp_path) -> None:
     assert all(r.returncode == 0 for r in runs), runs[-1].stderr[-2000:]
     hits = [[int(x) for x in r.stdout.split("HITS")[1].split()] for r in runs]
     assert sum(hits[0]) == 0 and sum(hits[1]) > 0, hits
+
+
+def test_triton_launches_are_counted_by_their_kernel() -> None:
+    """In a final graph a Triton kernel is a launch that names it by number only."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+
+    from fa_inductor.op import count_calls
+
+    def named(name: str):
+        def kernel() -> None: ...
+
+        kernel.__name__ = name
+        return kernel
+
+    graph = torch.fx.Graph()
+    for name in ("fa2_forward", "fa2_delta", "fa2_backward_rows", "fa2_forward"):
+        index = kernel_side_table.add_kernel(named(name))
+        graph.call_function(triton_kernel_wrapper_functional, (), {"kernel_idx": index, "kwargs": {}})
+    graph.output(None)
+    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+    assert (count_calls(gm, backward=False), count_calls(gm, backward=True)) == (2, 1)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from . import digits as D
-from .find import Candidate, blocker, is_dropout, reachable, score_contractions
+from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction, score_contractions
 from .graph import GraphContext, storages_of
 from .index import ONE, Expr, Space, equal, product, shape_of
 from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
@@ -40,6 +40,9 @@ ESCAPED_DROPOUT = declare(
     "escape_after_dropout",
     "the probabilities after dropout are used elsewhere too, with the same random mask; return them before dropout, or set p=0",
 )
+EMPTY = declare("empty", "nothing to do: the attention has no elements")
+ADDEND = declare("output_addend", "the matmul after the softmax adds another tensor or scales; a plain matmul and a separate addition can be fused")
+BLOCKED = declare("blocked_probabilities", "this op on the probabilities has no meaning inside a fused kernel; move it out of the path from softmax to matmul")
 DROPS_ALL = declare("dropout_of_everything", "p=1 leaves nothing to compute; a smaller p can be fused")
 DROPOUT_TWICE = declare("dropout_twice", "one dropout between softmax and matmul can be fused")
 DTYPE = declare("dtype", "attention runs fused in float16, bfloat16 and float32")
@@ -81,7 +84,10 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
         for node in candidate.others:
             if name_of(node) in _REDUCTIONS and any(_feeds_contraction(u) for u in node.users):
                 raise refuse(RENORMALISED, f"{node.target} over the probabilities stands between the softmax and the second matmul", node)
-        raise refuse(NOT_ATTENTION, "its result reaches no matrix product", anchor.output)
+        blocked = next((n for n in candidate.others if n.op == "call_function" and reaches_contraction(n)), None)
+        if blocked is not None:
+            raise refuse(BLOCKED, f"{blocked.target} stands between the softmax and the matmul", blocked)
+        raise refuse(NOT_ATTENTION, "its result reaches no matrix product through elementwise code", anchor.output)
     firsts, ends = score_contractions(anchor.input)
     if not firsts:
         blocked = blocker(ends)
@@ -136,14 +142,14 @@ class _Region:
         space = lifted.lifter.space
         found = [lifted.second.lhs_index, lifted.second.rhs_index, self._softmax_index]
         for which in ("q", "k", "v"):
-            found.append(list(chain(space, *lifted.operand(which)))[-1][1])  # below all expansions: what is really read
+            found.append(list(chain(self.context, space, *lifted.operand(which)))[-1][1])  # below all expansions: what is really read
         return found
 
     def _roles(self, digits: D.Digits, guess: Lifted) -> D.Roles:
         def free(index: tuple[Expr, ...]) -> set[sympy.Symbol]:
             return set().union(*(i.free_symbols for i in index)) & set(digits.extent)
 
-        smallest = {w: min((free(i) for _, i in chain(guess.lifter.space, *guess.operand(w))), key=len) for w in ("k", "v")}
+        smallest = {w: min((free(i) for _, i in chain(self.context, guess.lifter.space, *guess.operand(w))), key=len) for w in ("k", "v")}
         roles = D.assign(digits, free(self._softmax_index), smallest["k"], smallest["v"])
         if not roles.query and any(x not in smallest["v"] for x in roles.batch + roles.heads):
             raise refuse(NOT_CANONICAL, "the keys of the score matmul depend on the query's position (scores mixed across heads?)", self.first)
@@ -157,6 +163,8 @@ class _Region:
         second = describe(self.second, index, K)
         if second is None:
             raise refuse(NOT_CANONICAL, "this spelling of the second matmul is not a product of two operands over one axis", self.second)
+        if (second.addend is not None and second.beta != 0) or second.alpha != 1:
+            raise refuse(ADDEND, f"{self.second.target} with alpha={second.alpha}, beta={second.beta}", self.second)
         sides = [s for s, n in (("lhs", second.lhs), ("rhs", second.rhs)) if n in self.after]
         if len(sides) != 1:
             raise refuse(NOT_CANONICAL, "both operands of the second matmul come from the probabilities", self.second)
@@ -229,12 +237,16 @@ class _Region:
         first = reads[0]
         space.extent[DIM] = first.size
         with_k = [s for s, index in (("lhs", first.lhs_index), ("rhs", first.rhs_index)) if any(K in i.free_symbols for i in index)]
+        if space.extent[K] == 1:
+            with_k = ["rhs"]  # a single key has no index: either operand may be called the keys
         if len(with_k) != 1:
             raise refuse(NOT_CANONICAL, "the softmax axis belongs to neither or both operands of the score matmul", self.first)
         return score, lifter, first, with_k[0]
 
     # -- the proof ---------------------------------------------------------------------------------------------------------
     def prove(self, space: Space, index: tuple[Expr, ...]) -> AttentionSite:
+        if any(e == 0 for e in space.extent.values()):
+            raise refuse(EMPTY, f"the output has shape {_words(shape_of(self.second.meta['val']))}", self.second)
         lifted = self.lift(space, index, NAMES)
         allowed = {"q": {B, H, Q, DIM}, "k": {B, H, K, DIM}, "v": {B, H, K, DV}}
         for which, names in allowed.items():
@@ -252,8 +264,10 @@ class _Region:
             n for n in self.context.graph.nodes if n.op == "placeholder"
         }
         escapes = self._escapes(lifted, region)
-        self._check_modes(region, captures, views)
-        group = group_of(space, H, views["k"])
+        chains = {n for w in "qkv" for n, _ in chain(self.context, space, *lifted.operand(w))}
+        self._check_modes(region, chains, captures, views)
+        groups = [group_of(space, H, views[w]) for w in "kv"]
+        group = groups[1] if groups[0] == space.extent[H] else groups[0]  # the one without a head axis is broadcast to the other's
         axes = Axes(
             space.extent[B], space.extent[H], sympy.cancel(space.extent[H] / group), space.extent[Q], space.extent[K], space.extent[DIM], space.extent[DV]
         )
@@ -274,7 +288,7 @@ class _Region:
         return torch.float32
 
     def _widened_from(self, lifted: Lifted, which: str, dtype: torch.dtype) -> bool:
-        return any(n.meta["val"].dtype == dtype for n, _ in chain(lifted.lifter.space, *lifted.operand(which)))
+        return any(n.meta["val"].dtype == dtype for n, _ in chain(self.context, lifted.lifter.space, *lifted.operand(which)))
 
     def _operand_views(self, space: Space, lifted: Lifted, dtype: torch.dtype) -> dict[str, View4]:
         length: dict[str, dict[sympy.Symbol, AxisName]] = {
@@ -285,7 +299,8 @@ class _Region:
         found: dict[str, list[View4]] = {}
         for which, axes in length.items():
             node, index = lifted.operand(which)
-            found[which] = [v for v in candidates(space, axes, node, index) if v.node.meta["val"].dtype.itemsize <= node.meta["val"].dtype.itemsize]
+            widest = node.meta["val"].dtype.itemsize
+            found[which] = [v for v in candidates(self.context, space, axes, node, index) if v.node.meta["val"].dtype.itemsize <= widest]
             if dtype == node.meta["val"].dtype or any(v.node.meta["val"].dtype == dtype for v in found[which]):
                 found[which] = [v for v in found[which] if v.node.meta["val"].dtype == dtype] or found[which]
             if not found[which]:
@@ -313,15 +328,16 @@ class _Region:
                 raise refuse(ESCAPED_DROPOUT, f"{outside[0].name} uses the probabilities after dropout too", outside[0])
         return any(u not in region for n in path for u in n.users)
 
-    def _check_modes(self, region: frozenset[fx.Node], captures: tuple[Captured, ...], views: dict[str, View4]) -> None:
+    def _check_modes(self, region: frozenset[fx.Node], chains: set[fx.Node], captures: tuple[Captured, ...], views: dict[str, View4]) -> None:
+        """Grad mode is one throughout, and nothing is written to between its first read in the region and the output."""
         order, mode = self.context.order, self.context.grad_mode
         carriers = [n for n in region if n in self.before or n in self.after]
         if len({mode[n] for n in carriers}) > 1:
             raise refuse(GRAD_MODE, "part of the scores is computed under no_grad and part is not", self.second)
         last = order[self.second]
+        read = set(region) | chains
         for node in {*(c.node for c in captures), *(v.node for v in views.values())}:
-            first = min((order[u] for u in node.users if u in order and order[u] <= last), default=last)
-            write = self.context.written_between({node}, first, last)
+            write = self.context.written_between({node}, self.context.first_read(node, read, last), last)
             if write is not None:
                 raise refuse(MUTATION, f"{write.target} writes to a tensor that the attention reads ({node.name})", write)
         inside = {n for n in carriers if storages_of(n)} - {self.second}

@@ -115,6 +115,7 @@ class Compilation:
     fused: int = 0
     differentiated: int = 0
     """Of the fused sites, those that need a gradient."""
+    broken: bool = False
     report: GraphReport | None = None
 
     def run(self) -> fx.GraphModule:
@@ -133,7 +134,7 @@ class Compilation:
         start = time.perf_counter()
         verdicts = [v for gm in (normal.gm, *(g for _, g in normal.subgraphs)) for v in self._graph(gm)]
         self.seconds["rewrite"] = time.perf_counter() - start
-        self.fused = sum(v.plan is not None for v in verdicts)
+        self.fused = 0 if self.broken else sum(v.plan is not None for v in verdicts)
         self._dump_stages(dump, verdicts)
         dump.write("rewritten", lambda: str(normal.gm.graph))
         return self._finish(name, dump, verdicts, (), normal.gm if self.fused else self.original)
@@ -167,9 +168,9 @@ class Compilation:
         for verdict in verdicts:
             self._guarded(verdict, lambda v: setattr(v, "site", analyse(context, v.candidate)))
         claimed: set[fx.Node] = set()
-        for verdict in reversed(verdicts):  # the last first: it may read an earlier one's output, a node that the rewrite replaces
-            if verdict.site is None:
-                continue
+        # the last output first: it may read an earlier one, a node that the rewrite replaces
+        for verdict in sorted((v for v in verdicts if v.site), key=lambda v: context.order[v.site.output.node], reverse=True):  # type: ignore[union-attr]
+            assert verdict.site is not None
             node = verdict.site.output.node
             if node in claimed:
                 softmax = verdict.candidate.anchor.output
@@ -178,9 +179,20 @@ class Compilation:
             self._guarded(verdict, lambda v: self._rewrite(context, v))
             if verdict.plan is not None:
                 claimed.add(node)
-        gm.graph.lint()
-        gm.recompile()
+        self._guarded_graph(gm, verdicts)
         return verdicts
+
+    def _guarded_graph(self, gm: fx.GraphModule, verdicts: list[_Verdict]) -> None:
+        """A graph that does not hold together after the rewrites is given up, loudly: the original is compiled."""
+        try:
+            gm.graph.lint()
+            gm.recompile()
+        except Exception as error:
+            self.broken = True
+            for verdict in verdicts:
+                where = location_of(verdict.candidate.anchor.output)
+                verdict.plan, verdict.refusal = None, Refusal(INTERNAL, f"the rewritten graph is not valid: {error}", location=where)
+            log.get().warning("the rewritten graph is not valid: %s", error, exc_info=True)
 
     def _guarded(self, verdict: _Verdict, stage: Callable[[_Verdict], None]) -> None:
         """A stage that cannot go on says why; an unexpected error costs the site, loudly, but never the model."""
@@ -253,7 +265,7 @@ def _size(x: Any) -> Any:
     return x.meta["val"] if isinstance(x, fx.Node) else x
 
 
-_SIGNS = re.compile(r"softmax|\bexp_?\b|logsumexp|multi_head_attention|scaled_dot_product")
+_SIGNS = re.compile(r"softmax|softmin|\bexp_?\b|logsumexp|multi_head_attention|scaled_dot_product")
 
 
 def _has_softmax(gm: fx.GraphModule) -> bool:

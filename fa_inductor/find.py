@@ -46,6 +46,19 @@ def _candidate(anchor: Softmax) -> Candidate:
     return Candidate(anchor, tuple(contractions), tuple(others))
 
 
+def reaches_contraction(node: fx.Node) -> bool:
+    """Does ``node`` feed a contraction through views and pointwise ops?"""
+    seen, queue = {node}, [node]
+    while queue:
+        for user in queue.pop().users:
+            if is_contraction(user):
+                return True
+            if user not in seen and (liftable(user) or name_of(user) == "getitem"):
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
 def is_dropout(node: fx.Node) -> bool:
     """A dropout that drops something (training mode, p > 0)."""
     return name_of(node) == "dropout" and bool(argument(node, 2, "train")) and argument(node, 1, "p") != 0

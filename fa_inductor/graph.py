@@ -25,8 +25,34 @@ class GraphContext:
         self.writes: list[fx.Node] = []
         self._size_nodes: dict[Expr, Any] = {}
         self._scan(grad_enabled)
+        self._written = {s for w in self.writes for t in written_tensors(w) for s in storages_of(t)}
 
     # -- facts -----------------------------------------------------------------------------------------------------------
+    def is_written(self, node: fx.Node) -> bool:
+        """Does some op of the graph write to the storage of ``node``?"""
+        return any(s in self._written for s in storages_of(node))
+
+    def is_written_after(self, node: fx.Node, position: int) -> bool:
+        return self.written_between({node}, position, len(self.order)) is not None
+
+    def copies_and_changes(self, node: fx.Node, below: fx.Node) -> bool:
+        """``node`` is a copy of ``below`` (not a view of it) that is written to: it does not hold what ``below`` holds."""
+        return self.is_written(node) and not set(storages_of(node)) & set(storages_of(below))
+
+    def first_read(self, node: fx.Node, within: set[fx.Node], last: int) -> int:
+        """Position of the first op of ``within`` that reads ``node``, directly or through views of it; ``last`` if there is none."""
+        first, queue, seen = last, [node], {node}
+        while queue:
+            for user in queue.pop().users:
+                if user in seen or user not in within or user not in self.order:
+                    continue
+                seen.add(user)
+                if set(storages_of(user)) & set(storages_of(node)):
+                    queue.append(user)
+                else:
+                    first = min(first, self.order[user])
+        return first
+
     def written_between(self, nodes: set[fx.Node], first: int, last: int) -> fx.Node | None:
         """A node at a position in (first, last) that writes to storage which one of ``nodes`` shares."""
         storages = {s for n in nodes for s in storages_of(n)}

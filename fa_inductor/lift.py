@@ -89,7 +89,7 @@ class Lifter:
             return value
         if views.name_of(node) == "detach":
             raise refuse(DETACHED, "the scores are detached on their way to the output, so eager gets no gradient through them", node)
-        if not liftable(node):
+        if not liftable(node) or node.meta["val"].dtype not in _SCORE_TYPES:
             raise refuse(UNSUPPORTED_OP, f"{node.target} on the scores cannot be expressed per element", node)
         return self._inside(node, index)
 
@@ -102,8 +102,8 @@ class Lifter:
             value = generated(self, node, index)
             if value is not None:
                 return value
-        rule = pointwise.RULES[views.name_of(node)]
-        value = rule(pointwise.Cell(self.builder, node, lambda x: self.operand(x, index)))
+        rule = pointwise.RULES.get(views.name_of(node))
+        value = rule(pointwise.Cell(self.builder, node, lambda x: self.operand(x, index))) if rule else None
         if value is None:
             raise refuse(UNSUPPORTED_OP, f"this form of {node.target} cannot be expressed per element", node)
         return self._rounded(node, value)
@@ -211,6 +211,16 @@ class Lifter:
         raise Refused(Refusal(UNSUPPORTED_OP, f"the index expression {expr} is not integer arithmetic"))
 
 
+_SCORE_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.bool)
+
+
+def _may_wrap(node: fx.Node, inputs: list[fx.Node]) -> bool:
+    """32-bit integers wrap around: arithmetic on them, and casts to them from 64 bits, are not program arithmetic."""
+    if node.meta["val"].dtype != torch.int32:
+        return False
+    return views.name_of(node) not in generators.RULES and any(n.meta["val"].dtype in (torch.int32, torch.int64) for n in inputs)
+
+
 def liftable(node: fx.Node) -> bool:
     """Can the op be expressed per element at all?"""
     name = views.name_of(node)
@@ -260,9 +270,11 @@ class Cuts:
         if not liftable(node) or node.op != "call_function":
             return False
         value = node.meta["val"]
-        if not views.is_view(node) and value.dtype in (torch.int8, torch.uint8, torch.int16, torch.float64):
-            return False
         inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        if not views.is_view(node) and (value.dtype in (torch.int8, torch.uint8, torch.int16, torch.float64) or _may_wrap(node, inputs)):
+            return False
+        if self.context.is_written(node) and not (views.is_view(node) and not any(self.context.copies_and_changes(node, n) for n in inputs)):
+            return False  # it does not hold what its op computed
         if any(n.meta["val"].device != value.device and n.meta["val"].dim() > 0 for n in inputs):
             return False
         mode = self.context.grad_mode[node]

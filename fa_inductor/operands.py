@@ -13,6 +13,7 @@ from typing import Literal
 import sympy
 from torch import fx
 
+from .graph import GraphContext
 from .index import ONE, Expr, Space, equal, mixed_radix, product, shape_of
 from .lift import elements
 from .patterns import views
@@ -21,8 +22,11 @@ from .site import Atom, View4
 AxisName = Literal["b", "h", "q", "k", "d"]
 
 
-def chain(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Iterator[tuple[fx.Node, tuple[Expr, ...]]]:
-    """The operand and what it is a view of, outermost first; exact widening casts are passed through."""
+def chain(context: GraphContext, space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Iterator[tuple[fx.Node, tuple[Expr, ...]]]:
+    """The operand and what it is a view or copy of, outermost first; exact widening casts are passed through.
+
+    It ends where a copy is written to, and where a gradient is cut (a view made under no_grad).
+    """
     yield node, index
     while True:
         below = views.step(space, node, index)
@@ -35,7 +39,7 @@ def chain(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Iterator[tupl
             if source.meta["val"].device != node.meta["val"].device:
                 return
             below = source, index
-        if below is None:
+        if below is None or context.copies_and_changes(node, below[0]) or (node in context.needs_grad) != (below[0] in context.needs_grad):
             return
         node, index = below
         yield node, index
@@ -103,14 +107,14 @@ def group_of(space: Space, h: sympy.Symbol, view: View4) -> Expr:
     return ONE
 
 
-def candidates(space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, index: tuple[Expr, ...]) -> list[View4]:
+def candidates(context: GraphContext, space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, index: tuple[Expr, ...]) -> list[View4]:
     """All nodes along the view chain from which the operand can be had, cheapest first.
 
     Cheapest: fewest elements in memory; then the outermost, unless a copy (clone, contiguous) can be avoided by going deeper.
     """
     found: list[tuple[int, int, View4]] = []
     depth = 0
-    for below, i in chain(space, node, index):
+    for below, i in chain(context, space, node, index):
         view = as_view(space, axes, below, i)
         if view is not None:
             found.append((elements(below), depth, view))

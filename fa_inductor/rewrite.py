@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .graph import GraphContext
 from .index import ONE, Expr
+from .layout import dense_order, freed_views
 from .patterns.views import name_of
 from .request import Plan, TensorSpec
 from .site import Atom, AttentionSite, Captured, View4
@@ -66,7 +67,7 @@ class Emitter:
     # -- operands ----------------------------------------------------------------------------------------------------------
     def canonical(self, view: View4, which: str, extents: dict[str, Expr], dtype: torch.dtype) -> fx.Node:
         """The operand as a (B, H, L, D) tensor of ``dtype``."""
-        node = view.node
+        node = self.own(view.node)
         atoms = [a for dimension in view.dimensions for a in dimension]
         if any(len(d) != 1 for d in view.dimensions):
             node = self.call(aten.reshape.default, node, [self.size(a.extent) for a in atoms])
@@ -104,11 +105,32 @@ class Emitter:
             node = self.call(aten.reshape.default, node, [self.size(_product(d)) for d in view.dimensions])
         return node if node.meta["val"].dtype == dtype else self.call(aten.to.dtype, node, dtype)
 
+    def own(self, node: fx.Node) -> fx.Node:
+        """``node``, or a copy where it is written to later and the backward pass would find it changed."""
+        saved = bool(self.context.needs_grad)
+        return self.call(aten.clone.default, node) if saved and self.context.is_written_after(node, self.context.order[self.before]) else node
+
+    def layout(self, node: fx.Node, old: fx.Node) -> fx.Node:
+        """``node`` in the memory layout of ``old``, if that could be seen; a tensor of its own if it is written to later."""
+        written = self.context.is_written_after(old, self.context.order[old])
+        views = None if written else freed_views(old)
+        if views is not None:
+            for view in views:
+                view.target = aten.reshape.default
+            return node
+        order = dense_order(old)
+        if order is not None:
+            node = self.call(aten.permute.default, node, order)
+        node = self.call(aten.clone.default if written else aten.contiguous.default, node, **({"memory_format": torch.contiguous_format} if written else {}))
+        return node if order is None else self.call(aten.permute.default, node, [order.index(d) for d in range(len(order))])
+
     def capture(self, captured: Captured, device: torch.device) -> fx.Node:
         """A captured node as the tensor that the program reads: a symbolic float becomes a 0-d tensor."""
         node = captured.node
         if not isinstance(node.meta["val"], Tensor):
-            return self.call(aten.scalar_tensor.default, node, dtype=torch.float32, device=device)
+            one = self.call(aten.full.default, [], 1.0, dtype=torch.float32, device=device)
+            return self.call(aten.mul.Tensor, one, node)  # scalar_tensor would put a guard on the number
+        node = self.own(node)
         if captured.split is None:
             return node
         return self.call(aten.reshape.default, node, [self.size(e) for parts in captured.split for e in parts])
@@ -178,6 +200,7 @@ def replace(context: GraphContext, site: AttentionSite, emitter: Emitter, placed
         context.needs_grad.add(out)
     ax = site.axes
     result = emitter.original(out, site.output, {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.dv}, old.meta["val"].dtype)
+    result = emitter.layout(result, old)
     assert result.meta["val"].shape == old.meta["val"].shape, f"rewritten output has shape {result.meta['val'].shape}, not {old.meta['val'].shape}"
     old.replace_all_uses_with(result)
     _erase_dead(context, old, site.region)

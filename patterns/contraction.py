@@ -14,7 +14,7 @@ from fa_inductor.index import ZERO, Expr, broadcast_index, equal, shape_of
 
 from .views import argument, name_of
 
-NAMES = frozenset({"matmul", "bmm", "mm", "baddbmm", "einsum", "linear", "addbmm"}) - {"addbmm"}
+NAMES = frozenset({"matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "linear"})
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def describe(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol) -> Contrac
     name = name_of(node)
     if name == "einsum":
         return _einsum(node, index, r)
-    if name == "baddbmm":
+    if name in ("addmm", "baddbmm"):
         addend, lhs, rhs = node.args[:3]
         plain = _matrix_product(node, lhs, rhs, index, r)
         assert isinstance(addend, fx.Node)

@@ -43,13 +43,18 @@ def _literal(reader: Reader, node: fx.Node, value: object) -> int:
     return reader.builder.const(bool(value) if kind == "bool" else int(value))  # type: ignore[call-overload]
 
 
-def _arange(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+def _arange_bounds(node: fx.Node) -> tuple[Any, Any]:
+    """(start, step)"""
     overload = node.target._overloadname  # type: ignore[union-attr]
     start = node.args[0] if overload != "default" else 0
-    step = node.args[2] if overload == "start_step" and len(node.args) > 2 else 1
-    if not all(isinstance(value_of(x), (int, torch.SymInt)) for x in (start, step)):
+    return start, node.args[2] if overload == "start_step" and len(node.args) > 2 else 1
+
+
+def _arange(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+    start, step = (value_of(x) for x in _arange_bounds(node))
+    if not isinstance(start, (int, torch.SymInt)) or not isinstance(step, (int, torch.SymInt)):
         return None
-    return reader.builder.convert(reader.size(as_expr(value_of(start)) + index[0] * as_expr(value_of(step))), kind_of(node.meta["val"].dtype))
+    return reader.builder.convert(reader.size(as_expr(start) + index[0] * as_expr(step)), kind_of(node.meta["val"].dtype))
 
 
 def _full(position: int) -> Rule:
@@ -98,7 +103,7 @@ def _index(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None
     at = index[lead : lead + rank]
     plain = [*index[:lead], *index[lead + rank :]]
     exact = [affine(x, broadcast_index(shape_of(x.meta["val"]), at)) if x is not None else None for x in places]
-    if all(e is not None for p, e in enumerate(exact) if p in positions):
+    if all(e is not None and e.is_nonnegative for p, e in enumerate(exact) if p in positions):  # negative places would wrap around
         rest = iter(plain)
         return reader.element(source, tuple(exact[p] if p in positions else next(rest) for p in range(len(shape))))  # type: ignore[misc]
     b, rest, values = reader.builder, iter(plain), []
@@ -119,6 +124,8 @@ def _places(node: fx.Node) -> list[fx.Node | None]:
 
 def accepts(node: fx.Node) -> bool:
     """May the op be computed per element? Reading a float table in the kernel is left to a rule that also scatters its gradient."""
+    if name_of(node) == "arange":
+        return all(isinstance(value_of(x), (int, torch.SymInt)) for x in _arange_bounds(node))
     if name_of(node) == "diff":
         return constant(node) is not None
     if name_of(node) == "cumsum":

@@ -20,8 +20,8 @@ from fusing import sites_of
 from torch import Tensor
 
 import fa_inductor
-from fa_inductor.backend import Compilation
 from fa_inductor import backend, kernel_table
+from fa_inductor.backend import Compilation
 from fa_inductor.explain import explain
 from fa_inductor.report import GraphReport, collecting
 

@@ -18,6 +18,8 @@ _SIGN: dict[str, Callable[..., bool | None]] = {
 }
 """Comparisons of a non-negative index with the literal c that are known whatever the index."""
 _REFLEXIVE = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
+_OVERFLOW = (2 - 2**-24) * 2.0**127
+"""Magnitudes from here on round to infinity in fp32."""
 _OPPOSITE = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 _WITHIN = {"lt": "and", "le": "and", "gt": "or", "ge": "or"}
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
@@ -38,6 +40,8 @@ class ProgramBuilder:
         kind = literal_type(value)
         if kind is None:
             raise ProgramError(f"constant {value!r} is not a bool, int or float")
+        if kind == "float" and math.isfinite(value) and abs(value) >= _OVERFLOW:
+            value = math.copysign(math.inf, value)  # as in fp32
         return self._add(Node("const", kind, (), value))
 
     def score(self) -> int:

@@ -1,0 +1,225 @@
+"""Writes, aliases, grad modes and memory layouts around an attention: the rewritten graph computes what eager computes.
+
+Each program was once computed wrongly, or crashed, where eager and Inductor are right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fusing import sites_of
+from torch import Tensor
+
+B, H, L, D = 2, 4, 8, 4
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+def qkv() -> list[Any]:
+    return [rand(B, H, L, D) for _ in range(3)]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def cache_copied_and_updated(q, cache, new, positions, v):
+    keys = cache.clone()
+    keys.transpose(1, 2).index_copy_(1, positions, new.transpose(1, 2))
+    return attend(q, keys, v)
+
+
+def mask_written_through_its_transpose(q, k, v):
+    m = torch.ones(L, L)
+    m[:, 0] = 0
+    n = m.t()
+    m[2] = 0
+    return (q @ k.mT).masked_fill(n == 0, -1e9).softmax(-1) @ v, m, n
+
+
+def keys_copied_and_cut(q, k, v):
+    kk = k.clone()
+    kk[:, :, 0].fill_(0.0)
+    return attend(q, kk, v), kk, kk[0]
+
+
+def generated_mask_written(q, k, v):
+    m = torch.zeros(L, L)
+    m[:, 4:].fill_(-1e9)
+    return (q @ k.mT + m).softmax(-1) @ v, m, m[0]
+
+
+def values_copied_without_gradient(q, k, v):
+    with torch.no_grad():
+        vv = v.contiguous().clone()
+    return attend(q, k, vv)
+
+
+def mask_source_written_afterwards(q, k, v, n):
+    out = (q @ k.mT).masked_fill(torch.arange(L) >= n[:, None, None, None], -1e9).softmax(-1) @ v
+    n.add_(1)
+    return out
+
+
+def output_written(q, k, v):
+    out = attend(q, k, v)
+    out[:, :, 0] = 1.0
+    out.mul_(2.0)
+    return out
+
+
+def output_viewed(x, w):
+    q, k, v = (y.view(2, 8, 4, 4).transpose(1, 2) for y in (x @ w).split(16, 2))
+    return attend(q, k, v).view(8, 8, 4)
+
+
+def output_strided(q, k, v):
+    return torch.as_strided(attend(q, k, v), (4, 4), (16, 1))
+
+
+def chain(q, k, v):
+    return (q @ k.mT).softmax(-1) @ ((k @ q.mT).softmax(-1) @ v)
+
+
+def negative_places(q, k, v):
+    i = torch.arange(L)
+    return (q @ k.mT + torch.arange(16)[i[:, None] - i[None]] * 0.1).softmax(-1) @ v
+
+
+def narrowed_documents(q, k, v, ids):
+    return (q @ k.mT).masked_fill(ids[:, None] != ids[None].to(torch.int32), -1e9).softmax(-1) @ v
+
+
+def int32_overflow(q, k, v, i):
+    return (q @ k.mT + ((i * 2**30) * 4)[None]).softmax(-1) @ v
+
+
+def fill_beyond_fp32(q, k, v, m):
+    return (q @ k.mT + (1 - m.float()) * torch.finfo(torch.float32).min * 10).softmax(-1) @ v
+
+
+def float_positions(q, k, v):
+    return (q @ k.mT + torch.arange(0, 1, 1 / L)).softmax(-1) @ v
+
+
+def one_key_head_more_value_heads(q, k, v):
+    return attend(q, k, v)
+
+
+def unequal_groups(q, k, v):
+    return attend(q, k.repeat_interleave(4, 1), v.repeat_interleave(2, 1))
+
+
+def scores_shared_by_heads(q, k, v):
+    return (q[:, :1] @ k[:, :1].mT).expand(B, H, L, L).softmax(-1) @ v
+
+
+def softmin(q, k, v):
+    return torch.nn.functional.softmin(q @ k.mT, -1) @ v
+
+
+def no_heads(q, k, v):
+    return attend(q, k, v)
+
+
+def transposed() -> list[Any]:
+    return [torch.randn(B, L, H, D).transpose(1, 2).requires_grad_(), rand(B, H, L, D), rand(B, H, L, D)]
+
+
+FUSED: list[tuple[Callable[..., Any], Callable[[], list[Any]]]] = [
+    (cache_copied_and_updated, lambda: [rand(B, H, L, D), torch.randn(B, H, 16, D), torch.randn(B, H, 8, D), torch.arange(3, 11), rand(B, H, 16, D)]),
+    (mask_written_through_its_transpose, qkv),
+    (keys_copied_and_cut, qkv),
+    (generated_mask_written, qkv),
+    (values_copied_without_gradient, qkv),
+    (mask_source_written_afterwards, lambda: [*qkv(), torch.tensor([3, 5])]),
+    (output_written, qkv),
+    (output_viewed, lambda: [rand(2, 8, 16), rand(16, 48)]),
+    (output_strided, transposed),
+    (attend, transposed),
+    (chain, qkv),
+    (negative_places, qkv),
+    (narrowed_documents, lambda: [*qkv(), torch.tensor([2**32 * 3 + i // 2 for i in range(L)])]),
+    (int32_overflow, lambda: [*qkv(), torch.arange(L, dtype=torch.int32)]),
+    (fill_beyond_fp32, lambda: [*qkv(), torch.ones(L, L).tril() > 0]),
+    (float_positions, qkv),
+    (one_key_head_more_value_heads, lambda: [rand(B, H, L, D), rand(B, 1, L, D), rand(B, H, L, D)]),
+    (unequal_groups, lambda: [rand(B, H, L, D), rand(B, 1, L, D), rand(B, 2, L, D)]),
+    (scores_shared_by_heads, qkv),
+    (softmin, qkv),
+]
+
+
+def tensors(x: Any) -> list[Tensor]:
+    return list(x) if isinstance(x, tuple) else [x]
+
+
+def gradients(outputs: list[Tensor], inputs: list[Any]) -> list[Tensor | None]:
+    leaves = [x for x in inputs if x.requires_grad]
+    total = sum((o * torch.arange(o.numel()).view(o.shape)).sum() for o in outputs if o.requires_grad)
+    return list(torch.autograd.grad(total, leaves, allow_unused=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("function", "inputs"), FUSED, ids=lambda x: getattr(x, "__name__", ""))
+def test_same_as_eager(function: Callable[..., Any], inputs: Callable[[], list[Any]]) -> None:
+    torch.manual_seed(0)
+    mine = inputs()
+    theirs = [x.detach().clone().requires_grad_(x.requires_grad) for x in mine]
+    result, sites = sites_of(function, *mine)
+    expected = tensors(function(*theirs))
+    assert all(s.fused for s in sites) and sites, "\n".join(map(str, sites))
+    for a, b in zip(tensors(result), expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert a.stride() == b.stride()
+    for a, b in zip(gradients(tensors(result), mine), gradients(expected, theirs)):
+        assert (a is None) == (b is None), "a gradient that eager does not have, or the other way round"
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b)  # inputs are written to alike
+
+
+REFUSED: list[tuple[str, Callable[..., Any]]] = [
+    ("output_addend", lambda q, k, v: torch.baddbmm(q[0], (q[0] @ k[0].mT).softmax(-1), v[0], beta=0.7, alpha=0.5)),
+    ("output_addend", lambda q, k, v: torch.addmm(q[0, 0], (q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0])),
+    ("blocked_probabilities", lambda q, k, v: torch.nan_to_num((q @ k.mT).softmax(-1)) @ v),
+    ("blocked_probabilities", lambda q, k, v: (q @ k.mT).softmax(-1).flip(-1) @ v),
+    ("unsupported_op", lambda q, k, v: ((q.detach() @ k.detach().mT * 40).to(torch.int8).float()).softmax(-1) @ v),
+]
+
+
+@pytest.mark.parametrize(("code", "function"), REFUSED)
+def test_refused_with_its_reason(code: str, function: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    inputs = qkv()
+    result, sites = sites_of(function, *inputs)
+    assert [s.refusal and s.refusal.code for s in sites] == [code], "\n".join(map(str, sites))
+    torch.testing.assert_close(result, function(*inputs))
+
+
+def test_no_elements() -> None:
+    q = torch.randn(2, 0, 8, 4)
+    result, sites = sites_of(attend, q, q, q)
+    assert result.shape == q.shape and [s.refusal and s.refusal.code for s in sites] == ["empty"]
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [lambda q: math.sqrt(q.shape[2]), lambda q: q.shape[2] ** 0.5, lambda q: q.shape[2]],
+    ids=["sqrt", "power", "integer"],
+)
+def test_a_scale_from_the_length_does_not_recompile(scale: Callable[[Tensor], Any]) -> None:
+    """dynamic=True: the scale is a symbolic number, read by the kernel as a tensor."""
+    compilations = torch._dynamo.testing.CompileCounterWithBackend("flashattn")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: (q @ k.mT / scale(q)).softmax(-1) @ v, backend=compilations, dynamic=True)
+    for batch, length in [(2, 8), (3, 8), (2, 11), (4, 20)]:
+        q, k, v = (torch.randn(batch, H, length, D) for _ in range(3))
+        torch.testing.assert_close(compiled(q, k, v), (q @ k.mT / scale(q)).softmax(-1) @ v, rtol=1e-4, atol=1e-5)
+    assert compilations.frame_count == 1

@@ -89,7 +89,7 @@ class Lifter:
             return value
         if views.name_of(node) == "detach":
             raise refuse(DETACHED, "the scores are detached on their way to the output, so eager gets no gradient through them", node)
-        if not liftable(node) or node.meta["val"].dtype not in _SCORE_TYPES:
+        if not liftable(node) or pointwise.kind_of(node.meta["val"].dtype) == "int":  # whole numbers of scores depend on their rounding
             raise refuse(UNSUPPORTED_OP, f"{node.target} on the scores cannot be expressed per element", node)
         return self._inside(node, index)
 
@@ -209,9 +209,6 @@ class Lifter:
                 result = b.emit("mul", result, base)
             return result
         raise Refused(Refusal(UNSUPPORTED_OP, f"the index expression {expr} is not integer arithmetic"))
-
-
-_SCORE_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.bool)
 
 
 def _may_wrap(node: fx.Node, inputs: list[fx.Node]) -> bool:

@@ -16,9 +16,10 @@ from torch import fx
 
 from . import digits as D
 from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction, score_contractions
-from .graph import GraphContext, storages_of
+from .graph import GraphContext
 from .index import ONE, Expr, Space, equal, product, shape_of
 from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
+from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of
 from .patterns.contraction import Contraction, describe, is_contraction
 from .patterns.views import argument, name_of
@@ -340,7 +341,7 @@ class _Region:
             write = self.context.written_between({node}, self.context.first_read(node, read, last), last)
             if write is not None:
                 raise refuse(MUTATION, f"{write.target} writes to a tensor that the attention reads ({node.name})", write)
-        inside = {n for n in carriers if storages_of(n)} - {self.second}
+        inside = {n for n in carriers if storage_keys(n)} - {self.second}
         write = self.context.written_between(inside, min(order[n] for n in carriers), last)
         if write is not None:
             raise refuse(MUTATION, f"{write.target} changes the scores in place through a view", write)

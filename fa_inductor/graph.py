@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .index import Expr, as_expr
+from .normalize.aliases import storage_keys, written_args
 from .patterns.views import name_of
 
 
@@ -25,19 +26,19 @@ class GraphContext:
         self.writes: list[fx.Node] = []
         self._size_nodes: dict[Expr, Any] = {}
         self._scan(grad_enabled)
-        self._written = {s for w in self.writes for t in written_tensors(w) for s in storages_of(t)}
+        self._written = {s for w in self.writes for t in written_args(w) for s in storage_keys(t)}
 
     # -- facts -----------------------------------------------------------------------------------------------------------
     def is_written(self, node: fx.Node) -> bool:
         """Does some op of the graph write to the storage of ``node``?"""
-        return any(s in self._written for s in storages_of(node))
+        return any(s in self._written for s in storage_keys(node))
 
     def is_written_after(self, node: fx.Node, position: int) -> bool:
         return self.written_between({node}, position, len(self.order)) is not None
 
     def copies_and_changes(self, node: fx.Node, below: fx.Node) -> bool:
         """``node`` is a copy of ``below`` (not a view of it) that is written to: it does not hold what ``below`` holds."""
-        return self.is_written(node) and not set(storages_of(node)) & set(storages_of(below))
+        return self.is_written(node) and not storage_keys(node) & storage_keys(below)
 
     def first_read(self, node: fx.Node, within: set[fx.Node], last: int) -> int:
         """Position of the first op of ``within`` that reads ``node``, directly or through views of it; ``last`` if there is none."""
@@ -47,7 +48,7 @@ class GraphContext:
                 if user in seen or user not in within or user not in self.order:
                     continue
                 seen.add(user)
-                if set(storages_of(user)) & set(storages_of(node)):
+                if storage_keys(user) & storage_keys(node):
                     queue.append(user)
                 else:
                     first = min(first, self.order[user])
@@ -55,9 +56,9 @@ class GraphContext:
 
     def written_between(self, nodes: set[fx.Node], first: int, last: int) -> fx.Node | None:
         """A node at a position in (first, last) that writes to storage which one of ``nodes`` shares."""
-        storages = {s for n in nodes for s in storages_of(n)}
+        storages = {s for n in nodes for s in storage_keys(n)}
         for write in self.writes:
-            if first < self.order[write] < last and any(s in storages for t in written_tensors(write) for s in storages_of(t)):
+            if first < self.order[write] < last and any(s in storages for t in written_args(write) for s in storage_keys(t)):
                 return write
         return None
 
@@ -70,7 +71,7 @@ class GraphContext:
             self.grad_mode[node] = mode
             if self._wants_grad(node, mode, grad_enabled):
                 self.needs_grad.add(node)
-            if written_tensors(node):
+            if written_args(node):
                 self.writes.append(node)
             value = node.meta.get("val")
             if node.op == "placeholder" and isinstance(value, torch.SymInt):
@@ -141,24 +142,3 @@ class GraphContext:
             node.meta["val"] = function(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in (result, operand)))
             result = node
         return result
-
-
-def written_tensors(node: fx.Node) -> list[fx.Node]:
-    """Arguments that an op writes to, by its schema."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return []
-    written = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        written += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, fx.Node)]
-    return written
-
-
-def storages_of(node: fx.Node) -> list[int]:
-    """Identities of the storages behind a node's fake value: equal for views of one tensor."""
-    value = node.meta.get("val")
-    tensors = value if isinstance(value, (list, tuple)) else [value]
-    return [t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor)]

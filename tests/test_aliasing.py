@@ -14,6 +14,8 @@ import torch
 from fusing import sites_of
 from torch import Tensor
 
+import fa_inductor
+
 B, H, L, D = 2, 4, 8, 4
 
 
@@ -207,6 +209,21 @@ def test_no_elements() -> None:
     q = torch.randn(2, 0, 8, 4)
     result, sites = sites_of(attend, q, q, q)
     assert result.shape == q.shape and [s.refusal and s.refusal.code for s in sites] == ["empty"]
+
+
+def test_a_contiguous_copy_that_eager_does_not_need_is_kept() -> None:
+    """In inference Inductor makes the cat a clone, which is not contiguous as eager's cat is: without the copy the view fails."""
+
+    def function(x: Tensor, nothing: Tensor) -> Tensor:
+        x = torch.cat((x.transpose(1, 2), nothing.transpose(1, 2)), -1).contiguous().view(B * H, L, D)
+        return attend(x, x, x)
+
+    x, nothing = torch.randn(B, L, H, D), torch.randn(B, L, H, 0)
+    torch._dynamo.reset()
+    fa_inductor.reset()
+    result = torch.compile(function, backend="flashattn", dynamic=False)(x, nothing)
+    assert fa_inductor.counters()["rewritten"] == 1
+    torch.testing.assert_close(result, function(x, nothing))
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,14 @@ class _Retrace(fx.Interpreter):
             return self.autocasts.pop().__exit__(None, None, None)
         return super().call_function(target, args, kwargs)
 
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``x.contiguous()`` stays in the graph where x is contiguous already: under Inductor's decompositions it may not be
+        (a cat with an empty tensor becomes a clone, which keeps the strides). Not where a node would look like a detached
+        tensor while the call returns x itself."""
+        if target == "contiguous" and (torch.is_grad_enabled() or not args[0].requires_grad):
+            return torch.ops.aten.contiguous.default(*args, **kwargs)
+        return super().call_method(target, args, kwargs)
+
     def leave_autocasts(self) -> None:
         """After an error in one."""
         while self.autocasts:

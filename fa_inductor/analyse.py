@@ -29,9 +29,7 @@ from .refusal import Refused, declare
 from .site import AttentionSite, Axes, Captured, View4
 
 NOT_ATTENTION = declare("not_attention", "nothing to do: this softmax does not feed a matrix product")
-NO_SCORES = declare(
-    "no_score_matmul", "the softmax's input must be a matrix product of queries and keys, followed by elementwise code alone"
-)
+NO_SCORES = declare("no_score_matmul", "the softmax's input must be a matrix product of queries and keys, followed by elementwise code alone")
 OTHER_AXIS = declare("softmax_axis", "the matmul after the softmax sums over another axis than the softmax normalises; check the dim argument")
 NOT_CANONICAL = declare("not_query_times_key", "the score matmul does not pair one query with one key (check permutes, and that no head mixing sits between)")
 OPERANDS = declare("operand_layout", "Q, K or V is read through an index that is not a reshape, permute or expand")
@@ -81,6 +79,8 @@ def _other(side: str) -> str:
 def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
     """The first contraction after the softmax that makes an attention; raises Refused with the reason of the nearest try."""
     anchor = candidate.anchor
+    if candidate.miss is not None:
+        raise Refused(candidate.miss)
     if not candidate.contractions:
         for node in candidate.others:
             if name_of(node) in _REDUCTIONS and any(_feeds_contraction(u) for u in node.users):
@@ -332,7 +332,7 @@ class _Region:
     def _check_modes(self, region: frozenset[fx.Node], chains: set[fx.Node], captures: tuple[Captured, ...], views: dict[str, View4]) -> None:
         """Grad mode is one throughout, and nothing is written to between its first read in the region and the output."""
         order, mode = self.context.order, self.context.grad_mode
-        carriers = [n for n in region if n in self.before or n in self.after]
+        carriers = [*(n for n in region if n in self.before or n in self.after), *self.anchor.parts]
         if len({mode[n] for n in carriers}) > 1:
             raise refuse(GRAD_MODE, "part of the scores is computed under no_grad and part is not", self.second)
         last = order[self.second]

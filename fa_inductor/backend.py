@@ -7,7 +7,6 @@ Without a site the original Dynamo graph goes to Inductor untouched. Every softm
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -32,6 +31,7 @@ from .report import GraphReport, KernelRefusals, SiteReport
 from .request import AttentionRequest, Plan
 from .rewrite import discard, place, replace
 from .select import NO_KERNEL, Selection, select
+from .signs import IN_BODY, has_softmax, in_bodies
 from .site import AttentionSite
 
 DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention again")
@@ -56,7 +56,7 @@ def flashattn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | 
     """
     parsed = parse(options, mode)
     for message in parsed.messages:
-        log.warn_once(message)
+        log.warn_once(f"{message}; it is ignored")
     settings: Any = torch._inductor.config.patch(parsed.inductor) if parsed.inductor else nullcontext()
     with settings:
         compilation = Compilation(gm, parsed.options)
@@ -124,9 +124,10 @@ class Compilation:
         dump.write("dynamo", lambda: str(self.original.graph))
         name = f"graph {next(_names)}"
         if self.options.disabled:
-            return self._finish(name, dump, (), (Refusal(DISABLED, "FA_INDUCTOR_DISABLE is set"),), self.original)
+            why = (Refusal(DISABLED, "FA_INDUCTOR_DISABLE is set"),) if has_softmax(self.original) else ()
+            return self._finish(name, dump, (), why, self.original)
         start = time.perf_counter()
-        normal = normalize(self.original) if _has_softmax(self.original) else None
+        normal = normalize(self.original) if has_softmax(self.original) else None
         self.seconds["normalize"] = time.perf_counter() - start
         if not isinstance(normal, Normalized):
             return self._finish(name, dump, (), () if normal is None else (normal,), self.original)
@@ -137,10 +138,19 @@ class Compilation:
         self.fused = 0 if self.broken else sum(v.plan is not None for v in verdicts)
         self._dump_stages(dump, verdicts)
         dump.write("rewritten", lambda: str(normal.gm.graph))
-        return self._finish(name, dump, verdicts, (), normal.gm if self.fused else self.original)
+        return self._finish(name, dump, verdicts, (), normal.gm if self.fused else self.original, in_bodies(normal))
 
-    def _finish(self, name: str, dump: Dump, verdicts: Sequence[_Verdict], refusals: tuple[Refusal, ...], gm: fx.GraphModule) -> fx.GraphModule:
+    def _finish(
+        self,
+        name: str,
+        dump: Dump,
+        verdicts: Sequence[_Verdict],
+        refusals: tuple[Refusal, ...],
+        gm: fx.GraphModule,
+        in_bodies: Sequence[fx.Node] = (),
+    ) -> fx.GraphModule:
         sites = tuple(_site_report(i, v) for i, v in enumerate(verdicts))
+        sites += tuple(_body_report(i, node) for i, node in enumerate(in_bodies, len(sites)))
         self.report = result = GraphReport(name, sites, refusals, self.seconds)
         dump.write("report.txt", lambda: str(result))
         dump.write("report.json", result.to_json)
@@ -265,23 +275,15 @@ def _size(x: Any) -> Any:
     return x.meta["val"] if isinstance(x, fx.Node) else x
 
 
-_SIGNS = re.compile(r"softmax|softmin|\bexp_?\b|logsumexp|multi_head_attention|scaled_dot_product")
-
-
-def _has_softmax(gm: fx.GraphModule) -> bool:
-    """A cheap look at the Dynamo graph: models without softmax or exp are not retraced at all."""
-    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    return any(
-        _SIGNS.search(n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target)))
-        for g in graphs
-        for n in g.nodes
-        if n.op.startswith("call")
-    )
-
-
 def _shapes(request: AttentionRequest) -> str:
     names = ("q", "k", "v")
     return ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(names, (request.q, request.k, request.v))) + f" {str(request.q.dtype).removeprefix('torch.')}"
+
+
+def _body_report(index: int, node: fx.Node) -> SiteReport:
+    where = location_of(node)
+    refusal = Refusal(IN_BODY, "it is inside the body of a higher-order operator", node.name, where)
+    return SiteReport(index, node.name, where, source_line_of(node), module_path_of(node), refusal=refusal)
 
 
 def _site_report(index: int, verdict: _Verdict) -> SiteReport:

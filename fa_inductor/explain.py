@@ -19,7 +19,8 @@ class Explanation:
 
     Attributes:
         graphs: one report per graph that Dynamo made.
-        graph_breaks: reason of each graph break, and how often it happened. Attention that is cut by one cannot be fused.
+        graph_breaks: reason of each graph break, and how often Dynamo met it (inside a function that is called, once more for each
+            caller). Attention that is cut by one cannot be fused.
         output: what the call returned.
     """
 
@@ -38,8 +39,8 @@ class Explanation:
         return sum(graph.refused for graph in self.graphs)
 
     def __str__(self) -> str:
-        total = f"{len(self.graphs)} graph(s), {sum(self.graph_breaks.values())} graph break(s), {self.fused} softmax(es) fused, {self.refused} not"
-        breaks = [f"graph break ({count}x): {_first_paragraph(reason)}" for reason, count in self.graph_breaks.items()]
+        total = f"{len(self.graphs)} graph(s), {len(self.graph_breaks)} kind(s) of graph break, {self.fused} softmax(es) fused, {self.refused} not"
+        breaks = [f"graph break: {_first_paragraph(reason)}" for reason in self.graph_breaks]
         if not self.graphs:
             breaks.append("Dynamo made no graph: the call ran eagerly (TORCH_LOGS=dynamo says why)")
         return "\n\n".join(["\n".join([total, *breaks]), *(str(graph) for graph in self.graphs)])

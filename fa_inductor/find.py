@@ -7,24 +7,36 @@ from dataclasses import dataclass
 from torch import fx
 
 from .lift import liftable
+from .near_softmax import near_softmax
 from .patterns import softmax
 from .patterns.contraction import is_contraction
 from .patterns.softmax import Softmax
 from .patterns.views import argument, name_of
+from .refusal import Refusal
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A softmax, the contractions its probabilities reach through views and pointwise ops, and where else they go."""
+    """A softmax, the contractions its probabilities reach through views and pointwise ops, and where else they go.
+
+    ``miss``: it is only nearly a softmax, and this is what it lacks.
+    """
 
     anchor: Softmax
     contractions: tuple[fx.Node, ...]
     others: tuple[fx.Node, ...]
+    miss: Refusal | None = None
 
 
 def find(graph: fx.Graph) -> list[Candidate]:
-    """All softmaxes in program order."""
-    return [_candidate(anchor) for node in graph.nodes if (anchor := softmax.match(node)) is not None]
+    """All softmaxes in program order, and what was meant for one."""
+    found = {node: _candidate(anchor) for node in graph.nodes if (anchor := softmax.match(node)) is not None}
+    parts = {part for candidate in found.values() for part in candidate.anchor.parts}
+    for node in graph.nodes:
+        near = near_softmax(node) if node not in parts else None
+        if near is not None:
+            found[node] = Candidate(near[0], (), (), near[1])
+    return [found[node] for node in graph.nodes if node in found]
 
 
 def _candidate(anchor: Softmax) -> Candidate:

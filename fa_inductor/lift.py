@@ -24,13 +24,9 @@ from .program import ProgramBuilder
 from .program.ir import capture_type
 from .refusal import Refusal, Refused, declare
 
-UNSUPPORTED_OP = declare(
-    "unsupported_op", "this op has no meaning inside a fused kernel; move it out of the path from matmul to softmax to matmul"
-)
+UNSUPPORTED_OP = declare("unsupported_op", "this op has no meaning inside a fused kernel; move it out of the path from matmul to softmax to matmul")
 DETACHED = declare("detached", "remove the detach (or no_grad) between the two matmuls, or put both of them under it")
-REINDEXED = declare(
-    "scores_reindexed", "a fused kernel sees one score at a time; here scores are read at two places (transposed, shifted or gathered)"
-)
+REINDEXED = declare("scores_reindexed", "a fused kernel sees one score at a time; here scores are read at two places (transposed, shifted or gathered)")
 
 Leaf = Callable[["Lifter", fx.Node, tuple[Expr, ...]], "int | None"]
 

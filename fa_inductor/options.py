@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_origin
 
 from .kernel_table import CHOICES
 
+_VARIABLES = ("FA_INDUCTOR_KERNEL", "FA_INDUCTOR_DUMP", "FA_INDUCTOR_DISABLE")
 KERNEL_ALIASES = {"triton": "triton_fa2", "sdpa": "torch_sdpa"}
 
 
@@ -134,18 +135,21 @@ def _accept(ours: dict[str, Any], name: str, value: object, source: str, message
     try:
         ours[name] = _CHECKS[name](value)
     except ValueError as error:
-        messages.append(f"{source} cannot be {describe(value)}: {error}; it is ignored")
+        messages.append(f"{source} cannot be {describe(value)}: {error}")
 
 
 def _from_environment(environ: Mapping[str, str], messages: list[str]) -> dict[str, Any]:
     """FA_INDUCTOR_KERNEL, FA_INDUCTOR_DUMP and FA_INDUCTOR_DISABLE; empty means unset."""
     ours: dict[str, Any] = {}
+    for variable in environ:
+        if variable.startswith("FA_INDUCTOR_") and variable not in _VARIABLES:
+            messages.append(f"environment variable {variable} is not one of {', '.join(_VARIABLES)}{_did_you_mean(variable, _VARIABLES)}")
     for variable, name in (("FA_INDUCTOR_KERNEL", "kernel"), ("FA_INDUCTOR_DUMP", "dump")):
         if environ.get(variable):
             _accept(ours, name, environ[variable], f"environment variable {variable}", messages)
     disable = environ.get("FA_INDUCTOR_DISABLE", "")
     if disable not in ("", "0", "1"):
-        messages.append(f"environment variable FA_INDUCTOR_DISABLE cannot be {describe(disable)}: use 1 or 0; it is ignored")
+        messages.append(f"environment variable FA_INDUCTOR_DISABLE cannot be {describe(disable)}: use 1 or 0")
     ours["disabled"] = disable == "1"
     return ours
 
@@ -164,7 +168,7 @@ def _accept_inductor(inductor: dict[str, Any], name: str, value: object, message
 
     expected = config.get_type(name)  # type: ignore[attr-defined]
     if get_origin(expected) is None and isinstance(expected, type) and not isinstance(value, expected):
-        messages.append(f"Inductor option {name!r} cannot be {describe(value)}: it takes a value of type {expected.__name__}; it is ignored")
+        messages.append(f"Inductor option {name!r} cannot be {describe(value)}: it takes a value of type {expected.__name__}")
     else:
         inductor[name] = value
 
@@ -175,14 +179,14 @@ def _mode_settings(mode: object, messages: list[str]) -> dict[str, Any]:
     known = list_mode_options()
     if isinstance(mode, str) and mode in known:
         return dict(known[mode])
-    messages.append(f"mode cannot be {describe(mode)}: use one of {', '.join(known)}{_did_you_mean(mode, known)}; it is ignored")
+    messages.append(f"mode cannot be {describe(mode)}: use one of {', '.join(known)}{_did_you_mean(mode, known)}")
     return {}
 
 
 def _unknown(name: str) -> str:
     hint = _did_you_mean(name, (*_CHECKS, "mode", *sorted(_inductor_names())))
     ours = ", ".join((*_CHECKS, "mode"))
-    return f"option {name!r} is neither one of flashattn's ({ours}) nor one of Inductor's (torch._inductor.list_options()){hint}; it is ignored"
+    return f"option {name!r} is neither one of flashattn's ({ours}) nor one of Inductor's (torch._inductor.list_options()){hint}"
 
 
 def _did_you_mean(value: object, names: Mapping[str, Any] | tuple[str, ...]) -> str:

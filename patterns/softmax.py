@@ -1,6 +1,7 @@
 """Softmax in its spellings: the library op, ``log_softmax().exp()``, and exp / sum by hand, with or without the row maximum.
 
-softmax(x) = exp(x - c) / sum(exp(x - c)) for any c that is constant along the axis, so a subtracted maximum is dropped.
+softmax(x) = exp(x - c) / sum(exp(x - c)) for any c that is constant along the axis, so a subtracted maximum is dropped. With the
+maximum subtracted the sum is at least 1, so a tiny number added to it, or a lower limit of at most 1, changes nothing.
 """
 
 from __future__ import annotations
@@ -8,19 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
+from fa_inductor.index import ONE, equal, shape_of
+
 from .views import argument, name_of
+
+CASTS = ("to", "_to_copy", "float")
+RESTORE_AXIS = ("unsqueeze", "view", "reshape", "_unsafe_view")
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """``output = softmax(input, dim)``; ``dim`` is non-negative. ``spelling`` is a word for the report."""
+    """``output = softmax(input, dim)``; ``dim`` is non-negative. ``spelling`` is a word for the report.
+
+    ``parts``: the nodes of a spelling by hand that the gradient goes through.
+    """
 
     output: fx.Node
     input: fx.Node
     dim: int
     spelling: str
+    parts: tuple[fx.Node, ...] = ()
 
 
 def match(node: fx.Node) -> Softmax | None:
@@ -44,11 +55,11 @@ def _normal(dim: object, node: fx.Node) -> int | None:
     return dim + rank if dim < 0 else dim
 
 
-def _anchor(output: fx.Node, source: object, dim: object, spelling: str) -> Softmax | None:
+def _anchor(output: fx.Node, source: object, dim: object, spelling: str, parts: tuple[fx.Node, ...] = ()) -> Softmax | None:
     if not isinstance(source, fx.Node) or "val" not in source.meta or source.meta["val"].dim() == 0:
         return None
     axis = _normal(dim, source)
-    return None if axis is None else Softmax(output, source, axis, spelling)
+    return None if axis is None else Softmax(output, source, axis, spelling, (*parts, output))
 
 
 def _library(node: fx.Node) -> Softmax | None:
@@ -60,64 +71,115 @@ def _library(node: fx.Node) -> Softmax | None:
 def _exp_of_log_softmax(node: fx.Node) -> Softmax | None:
     inner = _through_casts(node.args[0]) if name_of(node) == "exp" else None
     if inner is not None and name_of(inner) in ("log_softmax", "_log_softmax", "special_log_softmax"):
-        return _anchor(node, inner.args[0], argument(inner, 1, "dim"), "log_softmax.exp")
+        return _anchor(node, inner.args[0], argument(inner, 1, "dim"), "log_softmax.exp", (inner,))
     return None
 
 
 def _exp_of_difference(node: fx.Node) -> Softmax | None:
-    """exp(x - logsumexp(x, dim, keepdim))."""
+    """exp(x - logsumexp(x, dim))."""
     inner = _through_casts(node.args[0]) if name_of(node) == "exp" else None
     if inner is None or name_of(inner) not in ("sub", "subtract") or inner.kwargs.get("alpha", 1) != 1:
         return None
-    x, total = inner.args[:2]
-    total = _through_casts(total)
-    if total is None or name_of(total) != "logsumexp" or _through_casts(total.args[0]) is not _through_casts(x) or not argument(total, 2, "keepdim", False):
+    x, total = inner.args[0], _reduction(inner.args[1], ("logsumexp",), inner.args[0])
+    if total is None:
         return None
-    return _anchor(node, x, argument(total, 1, "dim"), "exp(x - logsumexp)")
+    return _anchor(node, x, argument(total, 1, "dim"), "exp(x - logsumexp)", (inner, total))
 
 
 def _exp_over_sum(node: fx.Node) -> Softmax | None:
-    """exp(y) / sum(exp(y), dim, keepdim=True), y perhaps x - max(x, dim, keepdim=True)."""
-    if name_of(node) not in ("div", "divide", "true_divide") or node.kwargs.get("rounding_mode") is not None:
+    """exp(y) / sum(exp(y), dim), y perhaps x - max(x, dim)."""
+    for numerator, divisor in _quotients(node):
+        exponential = _through_casts(numerator)
+        if exponential is None or name_of(exponential) != "exp":
+            continue
+        shifted = exponential.args[0]
+        assert isinstance(shifted, fx.Node)
+        plain = _reduction(divisor, ("sum",), exponential)
+        total = plain or _reduction(_without_floor(divisor), ("sum",), exponential)
+        if total is None:
+            continue
+        dim = argument(total, 1, "dim")
+        source = without_shift(shifted, dim)
+        if plain is None and source is shifted:
+            continue  # without the maximum the sum may be small, and what is added to it counts
+        return _anchor(node, source, dim, "exp / sum" if source is shifted else "exp(x - max) / sum", (exponential, total))
+    return None
+
+
+def _quotients(node: fx.Node) -> list[tuple[object, object]]:
+    """(a, b) where ``node`` is a / b, also as a * (1 / b)."""
+    if name_of(node) in ("div", "divide", "true_divide") and node.kwargs.get("rounding_mode") is None:
+        return [(node.args[0], node.args[1])]
+    if name_of(node) not in ("mul", "multiply"):
+        return []
+    found: list[tuple[object, object]] = []
+    for a, b in (node.args[:2], node.args[1::-1]):
+        divisor = _inverted(b)
+        if divisor is not None:
+            found.append((a, divisor))
+    return found
+
+
+def _inverted(node: object) -> object | None:
+    """x for ``1 / x`` (which PyTorch runs as ``reciprocal(x) * 1``)."""
+    inner = _through_casts(node)
+    if inner is not None and name_of(inner) == "mul" and inner.args[1] == 1:
+        inner = _through_casts(inner.args[0])
+    if inner is not None and (name_of(inner) == "reciprocal" or (name_of(inner) == "pow" and inner.args[1] == -1)):
+        return inner.args[0]
+    return None
+
+
+def _without_floor(node: object) -> object:
+    """x for ``x + tiny`` and ``clamp(x, min=…)`` that leave any x >= 1 as it is."""
+    inner = _through_casts(node)
+    if inner is None:
+        return node
+    if name_of(inner) == "add" and isinstance(inner.args[1], (int, float)) and inner.kwargs.get("alpha", 1) == 1:
+        return inner.args[0] if 0 <= inner.args[1] <= torch.finfo(inner.meta["val"].dtype).eps / 4 else node
+    if name_of(inner) in ("clamp", "clamp_min", "clip"):
+        low, high = argument(inner, 1, "min"), argument(inner, 2, "max")
+        return inner.args[0] if isinstance(low, (int, float)) and low <= 1 and high is None else node
+    return node
+
+
+def _reduction(node: object, names: tuple[str, ...], operand: object, also: tuple[str, ...] = ()) -> fx.Node | None:
+    """The node below ``node`` that reduces ``operand`` over one axis, if ``node`` is its result with that axis kept as size 1."""
+    found = _through_casts(node, also=(*RESTORE_AXIS, "getitem", *also))
+    if found is None or name_of(found) not in names or len(found.args) < 2:
         return None
-    numerator, total = _through_casts(node.args[0]), _through_casts(node.args[1])
-    if numerator is None or total is None or name_of(numerator) != "exp" or name_of(total) != "sum":
+    x, source = _through_casts(operand, also=also), _through_casts(found.args[0], also=also)
+    if x is None or x is not source or not isinstance(node, fx.Node):
         return None
-    if _through_casts(total.args[0]) is not numerator or not argument(total, 2, "keepdim", False):
+    axis = _normal(argument(found, 1, "dim"), x)
+    shape, full = shape_of(node.meta["val"]), shape_of(x.meta["val"])
+    if axis is None or len(shape) != len(full):
         return None
-    dim, shifted = argument(total, 1, "dim"), numerator.args[0]
-    assert isinstance(shifted, fx.Node)
-    source = without_shift(shifted, dim)
-    return _anchor(node, source, dim, "exp / sum" if source is shifted else "exp(x - max) / sum")
+    return found if all(equal(a, ONE if i == axis else b) for i, (a, b) in enumerate(zip(shape, full))) else None
 
 
 def without_shift(node: fx.Node, dim: object) -> fx.Node:
-    """x for ``x - max(x, dim, keepdim)`` (through casts and ``detach``), else ``node``."""
+    """x for ``x - max(x, dim)`` (through casts and ``detach``), else ``node``."""
     inner = _through_casts(node)
     if inner is None or name_of(inner) not in ("sub", "subtract") or inner.kwargs.get("alpha", 1) != 1:
         return node
-    x, peak = inner.args[:2]
-    peak = _through_casts(peak, also=("detach",))
-    if peak is not None and name_of(peak) == "getitem" and peak.args[1] == 0:
-        peak = peak.args[0]
-    if not isinstance(peak, fx.Node) or name_of(peak) not in ("amax", "max") or len(peak.args) < 2 or not argument(peak, 2, "keepdim", False):
-        return node
-    axis = _normal(argument(peak, 1, "dim"), inner)
-    if axis is None or axis != _normal(dim, inner) or _through_casts(peak.args[0], also=("detach",)) is not _through_casts(x):
+    x, peak = inner.args[0], _reduction(inner.args[1], ("amax", "max"), inner.args[0], also=("detach",))
+    if peak is None or _normal(argument(peak, 1, "dim"), inner) != _normal(dim, inner):
         return node
     assert isinstance(x, fx.Node)
     return x
 
 
 def _through_casts(node: object, also: tuple[str, ...] = ()) -> fx.Node | None:
-    """The node below widening float casts (their values are equal) and the named ops."""
-    while isinstance(node, fx.Node) and name_of(node) in ("to", "_to_copy", "float", *also):
+    """The node below widening float casts (their values are equal) and the named ops; of a pair, below its first item."""
+    while isinstance(node, fx.Node) and name_of(node) in (*CASTS, *also):
         source = node.args[0]
-        if not isinstance(source, fx.Node):
+        if not isinstance(source, fx.Node) or (name_of(node) == "getitem" and node.args[1] != 0):
             break
-        before, after = source.meta["val"].dtype, node.meta["val"].dtype
-        if not (before.is_floating_point and after.is_floating_point and after.itemsize >= before.itemsize):
-            break
+        if name_of(node) != "getitem":
+            before, after = source.meta["val"].dtype, node.meta["val"].dtype
+            if before != after and not (name_of(node) in CASTS and before.is_floating_point and after.is_floating_point and after.itemsize > before.itemsize):
+                break
         node = source
     return node if isinstance(node, fx.Node) else None
 

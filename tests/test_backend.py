@@ -350,7 +350,7 @@ class ExplainText(TestCase):
         self.assertExpectedInline(
             stable(str(explanation)),
             """\
-1 graph(s), 0 graph break(s), 1 softmax(es) fused, 0 not
+1 graph(s), 0 kind(s) of graph break, 1 softmax(es) fused, 0 not
 
 graph N: 1 softmax, 1 fused, 0 not
   normalize T ms, rewrite T ms
@@ -369,7 +369,7 @@ graph N: 1 softmax, 1 fused, 0 not
         self.assertExpectedInline(
             stable(str(explanation)),
             """\
-1 graph(s), 0 graph break(s), 0 softmax(es) fused, 1 not
+1 graph(s), 0 kind(s) of graph break, 0 softmax(es) fused, 1 not
 
 graph N: 1 softmax, 0 fused, 1 not
   normalize T ms, rewrite T ms

@@ -98,8 +98,8 @@ graph 1: 0 softmaxes, 0 fused, 0 not
         self.assertExpectedInline(
             text,
             """\
-1 graph(s), 2 graph break(s), 0 softmax(es) fused, 0 not
-graph break (2x): call to print more
+1 graph(s), 1 kind(s) of graph break, 0 softmax(es) fused, 0 not
+graph break: call to print more
 
 graph 0: 0 softmaxes, 0 fused, 0 not""",
         )
@@ -108,7 +108,7 @@ graph 0: 0 softmaxes, 0 fused, 0 not""",
         self.assertExpectedInline(
             str(Explanation((), {}, None)),
             """\
-0 graph(s), 0 graph break(s), 0 softmax(es) fused, 0 not
+0 graph(s), 0 kind(s) of graph break, 0 softmax(es) fused, 0 not
 Dynamo made no graph: the call ran eagerly (TORCH_LOGS=dynamo says why)""",
         )
 

@@ -159,7 +159,7 @@ def _node_of(value: Any, tracer: Any) -> Any:
 def _check_supported(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
-            raise Refused(Refusal(FUNCTORCH, f"the graph calls {node.target.__name__}", node.name, location_of(node)))
+            raise Refused(Refusal(FUNCTORCH, f"the graph is inside a function transform ({node.target.__name__})", node.name, location_of(node)))
 
 
 def retrace(gm: fx.GraphModule, values: tuple[Any, ...], mode: FakeTensorMode) -> Trace:

@@ -1,0 +1,67 @@
+"""Softmaxes written by hand that are not quite one, or not in a form that is known: each gets a reason instead of silence.
+
+An exponential whose sum over one axis divides it again, or divides what a matrix product makes of it, was meant as a softmax.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .lift import liftable
+from .location import location_of
+from .patterns.contraction import is_contraction
+from .patterns.softmax import Softmax
+from .patterns.views import argument, name_of
+from .refusal import Refusal, declare
+
+DEFERRED = declare("deferred_division", "divide before the product: (e / e.sum(-1, keepdim=True)) @ v")
+ALTERED = declare(
+    "altered_softmax", "only exp(x) / exp(x).sum(dim, keepdim=True) is a softmax, x perhaps less its maximum; then a tiny number may be added to the sum"
+)
+BASE = declare("softmax_base", "write exp instead: exp2(x) is exp(x * 0.6931471805599453)")
+
+
+def near_softmax(node: fx.Node) -> tuple[Softmax, Refusal] | None:
+    """The softmax that ``node``, an exponential, was meant for, and why it is not taken for one."""
+    if name_of(node) not in ("exp", "exp2"):
+        return None
+    values = _elementwise({node})
+    products = {u for v in values for u in v.users if is_contraction(u)}
+    outputs = _elementwise(products)
+    for total in sorted({u for v in values for u in v.users if name_of(u) == "sum"}):
+        axis = argument(total, 1, "dim")
+        axis = axis[0] if isinstance(axis, (list, tuple)) and len(axis) == 1 else axis
+        division = _division(_elementwise({total}), values | outputs)
+        if products and isinstance(axis, int) and division is not None:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            return Softmax(node, source, axis % node.meta["val"].dim(), "exp / sum", (node,)), _why(node, division, division in outputs)
+    return None
+
+
+def _why(node: fx.Node, division: fx.Node, deferred: bool) -> Refusal:
+    where = division.name, location_of(division)
+    if name_of(node) == "exp2":
+        return Refusal(BASE, "the powers of this softmax by hand have base 2", node.name, location_of(node))
+    if deferred:
+        return Refusal(DEFERRED, "the matrix product with exp(x) is divided by the sum of exp(x) afterwards", *where)
+    return Refusal(ALTERED, f"what {division.target} applies to exp(x) is not its own sum over one axis", *where)
+
+
+def _division(sums: set[fx.Node], values: set[fx.Node]) -> fx.Node | None:
+    """A node that multiplies or divides one of ``values`` by what comes from the sum."""
+    for node in sorted(sums):
+        if name_of(node) in ("div", "divide", "true_divide", "mul", "multiply") and any(n in values and n not in sums for n in node.all_input_nodes):
+            return node
+    return None
+
+
+def _elementwise(start: set[fx.Node]) -> set[fx.Node]:
+    """What ``start`` reaches through views and elementwise ops, ``start`` included."""
+    seen, queue = set(start), list(start)
+    while queue:
+        for user in queue.pop().users:
+            if user not in seen and (liftable(user) or name_of(user) == "detach"):
+                seen.add(user)
+                queue.append(user)
+    return seen

@@ -1,0 +1,36 @@
+"""A cheap look at Dynamo graphs: is there a softmax at all, and are there some where nothing is searched?"""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from .normalize import Normalized
+from .refusal import declare
+
+IN_BODY = declare(
+    "operator_body",
+    "attention inside cond, scan, map or a torch.autograd.Function runs as written; move it out, or use torch.utils.checkpoint, whose body is searched",
+)
+
+_NAMED = re.compile(r"softmax|softmin|multi_head_attention")
+_SIGNS = re.compile(rf"{_NAMED.pattern}|\bexp2?_?\b|logsumexp|scaled_dot_product")
+
+
+def has_softmax(gm: fx.GraphModule) -> bool:
+    """May there be one? Graphs without softmax or exp are not retraced."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return any(_calls(n, _SIGNS) for g in graphs for n in g.nodes)
+
+
+def in_bodies(normal: Normalized) -> list[fx.Node]:
+    """Softmaxes in the bodies of higher-order operators that are not searched."""
+    searched = {"", *(path for path, _ in normal.subgraphs)}
+    bodies = [m for path, m in normal.gm.named_modules() if path not in searched and isinstance(m, fx.GraphModule)]
+    return [n for body in bodies for n in body.graph.nodes if _calls(n, _NAMED)]
+
+
+def _calls(node: fx.Node, names: re.Pattern[str]) -> bool:
+    target = node.target
+    return node.op.startswith("call") and names.search(target if isinstance(target, str) else getattr(target, "__name__", str(target))) is not None

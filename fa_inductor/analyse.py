@@ -21,16 +21,20 @@ from .index import ONE, Expr, Space, equal, product, shape_of
 from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
 from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of
-from .patterns.contraction import Contraction, describe, is_contraction
+from .patterns.contraction import OTHER_PRODUCTS, Contraction, describe, is_contraction
 from .patterns.views import argument, name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
 from .refusal import Refused, declare
 from .site import AttentionSite, Axes, Captured, View4
 
-NOT_ATTENTION = declare("not_attention", "nothing to do: this softmax does not feed a matrix product")
+NOT_ATTENTION = declare("not_attention", "nothing to do, unless a graph break lies between this softmax and a product with values: then remove the break")
+PRODUCT = declare("unsupported_product", "write the product as @, matmul, bmm, baddbmm or einsum, without out=")
 NO_SCORES = declare("no_score_matmul", "the softmax's input must be a matrix product of queries and keys, followed by elementwise code alone")
-OTHER_AXIS = declare("softmax_axis", "the matmul after the softmax sums over another axis than the softmax normalises; check the dim argument")
+OTHER_AXIS = declare(
+    "softmax_axis",
+    "the matmul must sum over all of the axis that the softmax normalises: check the dim argument, slices, and that no mixing of heads sits between",
+)
 NOT_CANONICAL = declare("not_query_times_key", "the score matmul does not pair one query with one key (check permutes, and that no head mixing sits between)")
 OPERANDS = declare("operand_layout", "Q, K or V is read through an index that is not a reshape, permute or expand")
 MUTATION = declare("mutation", "a tensor that the attention reads is written to between the two matmuls; move the write before or after")
@@ -88,7 +92,10 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
         blocked = next((n for n in candidate.others if n.op == "call_function" and reaches_contraction(n)), None)
         if blocked is not None:
             raise refuse(BLOCKED, f"{blocked.target} stands between the softmax and the matmul", blocked)
-        raise refuse(NOT_ATTENTION, "its result reaches no matrix product through elementwise code", anchor.output)
+        product = next((n for n in candidate.others if name_of(n) in OTHER_PRODUCTS), None)
+        if product is not None:
+            raise refuse(PRODUCT, f"{product.target} takes the probabilities", product)
+        raise refuse(NOT_ATTENTION, "in this graph its result reaches no matrix product through elementwise code", anchor.output)
     firsts, ends = score_contractions(anchor.input)
     if not firsts:
         blocked = blocker(ends)
@@ -96,6 +103,9 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
             raise refuse(DETACHED, "the scores are detached before the softmax, so eager gets no gradient through them", blocked)
         if blocked is not None:
             raise refuse(UNSUPPORTED_OP, f"{blocked.target} stands between the score matmul and the softmax", blocked)
+        product = next((n for n in ends if name_of(n) in OTHER_PRODUCTS), None)
+        if product is not None:
+            raise refuse(PRODUCT, f"the scores come from {product.target}", product)
         raise refuse(NO_SCORES, "its input does not come from a matrix product", anchor.output)
     failure: Refused | None = None
     for second in candidate.contractions:
@@ -164,8 +174,11 @@ class _Region:
         second = describe(self.second, index, K)
         if second is None:
             raise refuse(NOT_CANONICAL, "this spelling of the second matmul is not a product of two operands over one axis", self.second)
+        if second.addend is not None and name_of(self.second) == "linear":
+            raise refuse(NOT_ATTENTION, "the probabilities go into a Linear layer with a bias: a gate", self.second)
         if (second.addend is not None and second.beta != 0) or second.alpha != 1:
             raise refuse(ADDEND, f"{self.second.target} with alpha={second.alpha}, beta={second.beta}", self.second)
+        self._check_addend(second)
         sides = [s for s, n in (("lhs", second.lhs), ("rhs", second.rhs)) if n in self.after]
         if len(sides) != 1:
             raise refuse(NOT_CANONICAL, "both operands of the second matmul come from the probabilities", self.second)
@@ -173,9 +186,14 @@ class _Region:
         builder = ProgramBuilder()
         probability, dropout, after = self._lift_after(space, names, second, sides[0])
         score, lifter, contraction, keys = self._lift_before(space, names, builder)
-        factor = _transplant(after, probability, lifter)
+        factor = _transplant(after, probability, lifter, self.second)
         lifter.touched |= after.touched
         return Lifted(second, sides[0], contraction, keys, lifter, score, factor, dropout)
+
+    def _check_addend(self, found: Contraction) -> None:
+        """An addend times 0 contributes nothing, not even where it is NaN; its gradient in eager is zeros, not absent."""
+        if found.addend in self.context.needs_grad and found.beta == 0:
+            raise refuse(ADDEND, f"{found.node.target} with beta=0 and an addend that needs a gradient", found.node)
 
     def _lift_after(self, space: Space, names: dict[sympy.Symbol, str], second: Contraction, side: str) -> tuple[int, tuple[fx.Node, float] | None, Lifter]:
         reads: list[tuple[Expr, ...]] = []
@@ -209,7 +227,9 @@ class _Region:
         shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
         for position, i in enumerate(index):
             if position == dim and (i != K or not equal(shape[dim], second.size)) and not (shape[dim] == 1 and second.size == 1):
-                raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, the matmul sums over another", self.second)
+                sliced = K in i.free_symbols
+                text = f"the matmul sums over {second.size} of its {shape[dim]} places" if sliced else "the matmul sums over another"
+                raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, {text}", self.second)
             if position != dim and K in i.free_symbols:
                 raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, the matmul sums over dimension {position}", self.second)
 
@@ -222,6 +242,7 @@ class _Region:
             found = describe(node, index, DIM)
             if found is None:
                 raise refuse(NOT_CANONICAL, "this spelling of the score matmul is not a product of two operands over one axis", node)
+            self._check_addend(found)
             reads.append(found)
             value = lifter.builder.score()
             if found.addend is not None:
@@ -281,7 +302,8 @@ class _Region:
         scores: torch.dtype = self.first.meta["val"].dtype
         output: torch.dtype = self.second.meta["val"].dtype
         if not {scores, output} <= {torch.float16, torch.bfloat16, torch.float32}:
-            raise refuse(DTYPE, f"the matmuls compute in {scores} and {output}", self.first)
+            kinds = " and ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in (scores, output)))
+            raise refuse(DTYPE, f"the matmuls compute in {kinds}", self.first)
         if scores == torch.float32 and output != scores and all(self._widened_from(lifted, w, output) for w in "qk"):
             return output  # products of widened low-precision values are exact in fp32: the kernel computes the same
         if scores == output:
@@ -347,14 +369,17 @@ class _Region:
             raise refuse(MUTATION, f"{write.target} changes the scores in place through a view", write)
 
 
-def _transplant(after: Lifter, probability: int, lifter: Lifter) -> int:
+def _transplant(after: Lifter, probability: int, lifter: Lifter, second: fx.Node) -> int:
     """The factor on the probabilities as a value of the score lifter's builder (captures and sizes renumbered)."""
     for node, split in after.splits.items():
         if lifter.splits.setdefault(node, split) != split:
             raise refuse(REINDEXED, "a captured tensor is read through two different views of its dimensions", node)
     numbers = [lifter.number(node, after.builder.captures[i].rank) for i, node in enumerate(after.captured)]
     sizes = [lifter.size(s) for s in after.size_symbols]
-    return factor_of(after.builder, probability, lifter.builder, numbers, sizes)
+    try:
+        return factor_of(after.builder, probability, lifter.builder, numbers, sizes)
+    except Refused as refused:
+        raise refuse(refused.refusal.code, refused.refusal.text, second) from None
 
 
 def _extent(digits: D.Digits, members: tuple[sympy.Symbol, ...]) -> Expr:

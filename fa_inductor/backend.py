@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import log, op, report
-from .analyse import analyse
-from .counters import record_final, record_graph
+from . import log, report
+from .analyse import DTYPE, analyse
+from .counters import record_graph
 from .dump import Dump
 from .find import Candidate, find
 from .graph import GraphContext
+from .inductor import Contents, compile_with_inductor
 from .location import location_of, module_path_of, source_line_of
 from .normalize import Normalized, normalize
 from .options import Options, parse
@@ -61,36 +62,9 @@ def flashattn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | 
     with settings:
         compilation = Compilation(gm, parsed.options)
         rewritten = compilation.run()
-        compiled = _inductor(rewritten, example_inputs, parsed.inductor, compilation)
+        compiled = compile_with_inductor(rewritten, example_inputs, parsed.inductor, compilation.contents)
     compilation.announce()  # only now: Dynamo may have torn the compilation down to start again
     return compiled
-
-
-def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], compilation: Compilation) -> Callable[..., Any]:
-    """Compile with Inductor, counting the fused calls of the graphs that it is given.
-
-    A graph that comes whole from AOTAutograd's cache is not given to Inductor again: it was cached under the plans of this very
-    graph, so it holds the calls that these make.
-    """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    if not compilation.fused:
-        return compile_fx(gm, example_inputs, config_patches=settings or None)  # type: ignore[return-value]
-
-    called = False
-
-    def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        nonlocal called
-        called = True
-        backward = bool(kwargs.get("is_backward"))
-        calls = min(op.count_calls(graph, backward), compilation.fused)  # a model may call PyTorch's fused attention too
-        record_final(forward=0 if backward else calls, backward=calls if backward else 0)
-        return compile_fx_inner(graph, inputs, **kwargs)
-
-    compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings or None)
-    if not called:
-        record_final(forward=compilation.fused, backward=compilation.differentiated)
-    return compiled  # type: ignore[return-value]
 
 
 @dataclass
@@ -133,7 +107,9 @@ class Compilation:
             return self._finish(name, dump, (), () if normal is None else (normal,), self.original)
         dump.write("normalized", lambda: str(normal.gm.graph))
         start = time.perf_counter()
-        verdicts = [v for gm in (normal.gm, *(g for _, g in normal.subgraphs)) for v in self._graph(gm)]
+        outer = GraphContext(normal.gm, torch.is_grad_enabled())
+        bodies = [GraphContext(gm, torch.is_grad_enabled(), outer.written) for _, gm in normal.subgraphs]
+        verdicts = [v for context in (outer, *bodies) for v in self._graph(context)]
         self.seconds["rewrite"] = time.perf_counter() - start
         self.fused = 0 if self.broken else sum(v.plan is not None for v in verdicts)
         self._dump_stages(dump, verdicts)
@@ -162,6 +138,9 @@ class Compilation:
     def announce(self) -> None:
         """Count and publish the report (which logs a line per softmax)."""
         assert self.report is not None
+        for site in self.report.sites:
+            if site.refusal is not None and site.refusal.code in (DTYPE, NO_KERNEL):
+                log.warn_once(f"attention at {site.location or site.softmax} stays unfused: {site.refusal.text}; {site.refusal.advice}")
         record_graph(self.report)
         report.publish(self.report)
 
@@ -170,11 +149,17 @@ class Compilation:
         dump.write("programs", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}\n{v.site.program}\npost: {v.site.post}" for v in verdicts if v.site))
         dump.write("selection", lambda: "\n\n".join(_selection(v) for v in verdicts))
 
+    @property
+    def contents(self) -> Contents:
+        """Of the graph that ``run`` returned."""
+        assert self.report is not None
+        left = has_softmax(self.original) and not (self.report.sites and self.report.refused == 0)
+        return Contents(self.fused, self.differentiated, left)
+
     # -- one graph ---------------------------------------------------------------------------------------------------------
-    def _graph(self, gm: fx.GraphModule) -> list[_Verdict]:
+    def _graph(self, context: GraphContext) -> list[_Verdict]:
         """Analyse every softmax first, then rewrite: the analyses see the graph as the user wrote it."""
-        context = GraphContext(gm, torch.is_grad_enabled())
-        verdicts = [_Verdict(c) for c in find(gm.graph)]
+        verdicts = [_Verdict(c) for c in find(context.graph)]
         for verdict in verdicts:
             self._guarded(verdict, lambda v: setattr(v, "site", analyse(context, v.candidate)))
         claimed: set[fx.Node] = set()
@@ -189,7 +174,7 @@ class Compilation:
             self._guarded(verdict, lambda v: self._rewrite(context, v))
             if verdict.plan is not None:
                 claimed.add(node)
-        self._guarded_graph(gm, verdicts)
+        self._guarded_graph(context.gm, verdicts)
         return verdicts
 
     def _guarded_graph(self, gm: fx.GraphModule, verdicts: list[_Verdict]) -> None:

@@ -34,8 +34,8 @@ def counters() -> Counts:
     """Counts since the process began or ``reset``.
 
     Returns:
-        graphs (compiled), sites (softmaxes seen), rewritten, refused, forward, backward (see the module), and refusals: how
-        often each refusal code was the verdict on a softmax or a whole graph.
+        graphs (compiled), sites (softmaxes seen), rewritten (fused calls in the graphs given to Inductor), refused, forward and
+        backward (fused calls in its final graphs), and refusals: how often each code was the verdict on a softmax or a graph.
     """
     with _lock:
         return Counts(

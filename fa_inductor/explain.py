@@ -54,7 +54,7 @@ def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Explanat
 
     Args:
         model: a module or a function, compiled or not.
-        options: as for ``torch.compile(..., backend="flashattn", options=...)``.
+        options: ``explain(model, kernel="tiled")`` as ``torch.compile(..., backend="flashattn", options={"kernel": "tiled"})``.
     """
 
     def run(*args: Any, **kwargs: Any) -> Explanation:

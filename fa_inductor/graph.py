@@ -15,9 +15,12 @@ from .patterns.views import name_of
 
 
 class GraphContext:
-    """Facts about one normalised graph, computed once; ``size_node`` may add nodes."""
+    """Facts about one normalised graph, computed once; ``size_node`` may add nodes.
 
-    def __init__(self, gm: fx.GraphModule, grad_enabled: bool) -> None:
+    ``outside``: storages that a graph around this one writes to, before or after it runs.
+    """
+
+    def __init__(self, gm: fx.GraphModule, grad_enabled: bool, outside: frozenset[int] = frozenset()) -> None:
         self.gm = gm
         self.graph = gm.graph
         self.order: dict[fx.Node, int] = {}
@@ -25,16 +28,17 @@ class GraphContext:
         self.needs_grad: set[fx.Node] = set()
         self.writes: list[fx.Node] = []
         self._size_nodes: dict[Expr, Any] = {}
+        self.outside = outside
         self._scan(grad_enabled)
-        self._written = {s for w in self.writes for t in written_args(w) for s in storage_keys(t)}
+        self.written = frozenset(s for w in self.writes for t in written_args(w) for s in storage_keys(t))
 
     # -- facts -----------------------------------------------------------------------------------------------------------
     def is_written(self, node: fx.Node) -> bool:
         """Does some op of the graph write to the storage of ``node``?"""
-        return any(s in self._written for s in storage_keys(node))
+        return any(s in self.written for s in storage_keys(node))
 
     def is_written_after(self, node: fx.Node, position: int) -> bool:
-        return self.written_between({node}, position, len(self.order)) is not None
+        return bool(storage_keys(node) & self.outside) or self.written_between({node}, position, len(self.order)) is not None
 
     def copies_and_changes(self, node: fx.Node, below: fx.Node) -> bool:
         """``node`` is a copy of ``below`` (not a view of it) that is written to: it does not hold what ``below`` holds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,11 @@ from torch import Tensor
 from .request import Size, TensorSpec
 
 OutputLayout = Literal["bhld", "blhd"]
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Autocast off, on devices that have it."""
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 @cache

@@ -86,7 +86,7 @@ class Lifter:
         if views.name_of(node) == "detach":
             raise refuse(DETACHED, "the scores are detached on their way to the output, so eager gets no gradient through them", node)
         if not liftable(node) or pointwise.kind_of(node.meta["val"].dtype) == "int":  # whole numbers of scores depend on their rounding
-            raise refuse(UNSUPPORTED_OP, f"{node.target} on the scores cannot be expressed per element", node)
+            raise refuse(UNSUPPORTED_OP, f"{_op(node)} on the scores or probabilities cannot be expressed per element", node)
         return self._inside(node, index)
 
     def _inside(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
@@ -101,7 +101,7 @@ class Lifter:
         rule = pointwise.RULES.get(views.name_of(node))
         value = rule(pointwise.Cell(self.builder, node, lambda x: self.operand(x, index))) if rule else None
         if value is None:
-            raise refuse(UNSUPPORTED_OP, f"this form of {node.target} cannot be expressed per element", node)
+            raise refuse(UNSUPPORTED_OP, f"this form of {_op(node)} cannot be expressed per element", node)
         return self._rounded(node, value)
 
     def _rounded(self, node: fx.Node, value: int) -> int:
@@ -205,6 +205,12 @@ class Lifter:
                 result = b.emit("mul", result, base)
             return result
         raise Refused(Refusal(UNSUPPORTED_OP, f"the index expression {expr} is not integer arithmetic"))
+
+
+def _op(node: fx.Node) -> str:
+    """The op for a message: of an item of a pair, the op that made the pair."""
+    source = node.args[0] if views.name_of(node) == "getitem" else node
+    return str(source.target) if isinstance(source, fx.Node) else str(node.target)
 
 
 def _may_wrap(node: fx.Node, inputs: list[fx.Node]) -> bool:

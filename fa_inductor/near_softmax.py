@@ -30,7 +30,7 @@ def near_softmax(node: fx.Node) -> tuple[Softmax, Refusal] | None:
     outputs = _elementwise(products)
     for total in sorted({u for v in values for u in v.users if name_of(u) == "sum"}):
         axis = argument(total, 1, "dim")
-        axis = axis[0] if isinstance(axis, (list, tuple)) and len(axis) == 1 else axis
+        axis = axis[0] if isinstance(axis, (list, tuple)) and axis else axis
         division = _division(_elementwise({total}), values | outputs)
         if products and isinstance(axis, int) and division is not None:
             source = node.args[0]

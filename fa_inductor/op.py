@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
+from .kernel_support import without_autocast
 from .kernel_table import kernel_named
 from .request import Forward, Inputs, Needs, Plan
 
@@ -43,7 +44,7 @@ def attention(
         out (B, Hq, Lq, Dv); lse (B, Hq, Lq) fp32, natural log; two tensors that the kernel's backward wants.
     """
     chosen = plan_from_text(plan)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         result = kernel_named(chosen.kernel).forward(chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed))
     return result.out, result.lse, *result.extra
 
@@ -59,12 +60,14 @@ def attention_backward(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients that ``needs`` (q, k, v, captures…) asks for, in that order."""
     chosen = plan_from_text(plan)
-    wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[3:]))
-    with torch.autocast(q.device.type, enabled=False):
+    read = chosen.program.reads() | (chosen.post.reads() if chosen.post is not None else frozenset())
+    wanted = Needs(needs[0], needs[1], needs[2], tuple(n and i in read for i, n in enumerate(needs[3:])))
+    with without_autocast(q.device.type):
         grads = kernel_named(chosen.kernel).backward(
             chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed), Forward(out, lse, (extra0, extra1)), grad_out, wanted
         )
-    found = [grads.q, grads.k, grads.v, *grads.captures]
+    unread = (torch.zeros_like(c) if n and i not in read else g for i, (c, g, n) in enumerate(zip(captures, grads.captures, needs[3:])))
+    found = [grads.q, grads.k, grads.v, *unread]
     missing = [i for i, (g, n) in enumerate(zip(found, needs)) if n and g is None]
     assert not missing, f"{chosen.kernel} returned no gradient for inputs {missing}"
     return [g for g, n in zip(found, needs) if n and g is not None]

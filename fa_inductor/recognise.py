@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import sympy
+import torch
 
 from .facts import Affine, MaskFacts, ProgramFacts
 from .index import Expr
-from .patterns.mask import mask_facts, peel
+from .patterns.mask import HUGE, UNDERFLOW, mask_facts, peel
 from .patterns.score import Core, core_of, looks_like_alibi
 from .program import ScoreProgram, dependencies
 from .site import AttentionSite
 
 
-def recognise(program: ScoreProgram, lq: Expr, lk: Expr, sizes: tuple[Expr, ...]) -> ProgramFacts:
-    """Facts of a program; ``lq``, ``lk`` and ``sizes`` are the (possibly symbolic) lengths and size arguments."""
+def recognise(program: ScoreProgram, lq: Expr, lk: Expr, sizes: tuple[Expr, ...], dtype: object = torch.float32) -> ProgramFacts:
+    """Facts of a program; ``lq``, ``lk`` and ``sizes`` are the (possibly symbolic) lengths and size arguments, ``dtype`` that of the scores."""
 
     def value(a: Affine) -> Expr:
         return a.constant + sum((c * sizes[p] for p, c in a.terms), sympy.Integer(0))
@@ -27,8 +28,8 @@ def recognise(program: ScoreProgram, lq: Expr, lk: Expr, sizes: tuple[Expr, ...]
         return bool(sympy.expand(lk - lq - value(a)).is_nonnegative)
 
     peeled = peel(program)
-    mask = mask_facts(program, peeled, at_least, square_at_least)
     core = core_of(program, peeled.core)
+    mask = mask_facts(program, peeled, _lowest(core, dtype), at_least, square_at_least)
     plain = core.scale is not None and not core.bias
     bias = core.bias[0] if len(core.bias) == 1 else None
     labels = _labels(program, mask, core, square_at_least)
@@ -36,7 +37,15 @@ def recognise(program: ScoreProgram, lq: Expr, lk: Expr, sizes: tuple[Expr, ...]
 
 
 def recognise_site(site: AttentionSite) -> ProgramFacts:
-    return recognise(site.program, site.axes.q, site.axes.k, site.size_symbols)
+    return recognise(site.program, site.axes.q, site.axes.k, site.size_symbols, site.dtype)
+
+
+def _lowest(core: Core, dtype: object) -> float:
+    """A bound below all unmasked scores. Sums of products in fp32 and bf16 are taken to stay above -1e30; in float16 eager's own
+    scores are finite only above -65504, so that is a bound where scaling takes them further from it than a fill's reach."""
+    half = torch.finfo(torch.float16).min
+    scaled = core.scale is not None and not core.bias and abs(core.scale * half) + UNDERFLOW < -half
+    return half if dtype == torch.float16 and scaled else -HUGE
 
 
 _WORD = {"upper": "causal", "lower": "window", "key": "key padding"}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 from torch import fx
@@ -14,7 +14,11 @@ from fa_inductor.index import ZERO, Expr, broadcast_index, equal, shape_of
 
 from .views import argument, name_of
 
-NAMES = frozenset({"matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "linear"})
+NAMES = frozenset({"matmul", "linalg_matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "linear"})
+OTHER_PRODUCTS = frozenset(
+    {"matmul.out", "linalg_matmul.out", "bmm.out", "mm.out", "addmm.out", "baddbmm.out", "addmm_", "baddbmm_", "tensordot", "linalg_multi_dot", "inner"}
+)
+"""Matrix products that are not analysed."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,10 @@ def describe(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol) -> Contrac
         at = broadcast_index(shape_of(addend.meta["val"]), index)
         return plain and Contraction(node, plain.lhs, plain.lhs_index, plain.rhs, plain.rhs_index, plain.size, alpha, beta, addend, at)
     if name == "linear":
-        lhs, rhs = node.args[:2]
-        if argument(node, 2, "bias") is not None:
-            return None
+        lhs, rhs, bias = node.args[0], node.args[1], argument(node, 2, "bias")
         assert isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)
-        return Contraction(node, lhs, (*index[:-1], r), rhs, (index[-1], r), shape_of(lhs.meta["val"])[-1])
+        product = Contraction(node, lhs, (*index[:-1], r), rhs, (index[-1], r), shape_of(lhs.meta["val"])[-1])
+        return product if bias is None else replace(product, beta=1, addend=bias, addend_index=index[-1:])
     if name in NAMES:
         return _matrix_product(node, node.args[0], node.args[1], index, r)
     return None

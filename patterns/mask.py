@@ -151,10 +151,13 @@ def diagonal(nodes: tuple[Node, ...], at: int) -> tuple[str, Affine] | None:
     return None
 
 
-def mask_facts(program: ScoreProgram, peeled: Peeled, at_least: Callable[[Affine, int], bool], square_at_least: Callable[[Affine], bool]) -> MaskFacts | None:
+def mask_facts(
+    program: ScoreProgram, peeled: Peeled, lowest: float, at_least: Callable[[Affine, int], bool], square_at_least: Callable[[Affine], bool]
+) -> MaskFacts | None:
     """Facts of the peeled mask.
 
     Args:
+        lowest: no unmasked score is below this, if a captured tensor or another mask does not make it so.
         at_least: proves ``affine >= constant`` for every length.
         square_at_least: proves ``Lk - Lq >= affine`` for every length.
     """
@@ -176,7 +179,8 @@ def mask_facts(program: ScoreProgram, peeled: Peeled, at_least: Callable[[Affine
     first = not lower and not own_key and all(at_least(u, 0) for u in upper)  # key 0 is visible to every row
     diagonals = all(at_least(u, 0) for u in upper) and all(at_least(_minus(low), 0) for low in lower)
     own = diagonals and square_at_least(Affine(0)) and all(_holds_on_diagonal(program, n) for n in own_key)
-    visible = (first or own) and _moderate(program.nodes, peeled.core, math.isinf(peeled.fill))  # own: row q sees key q
+    surely = peeled.fill <= lowest and _moderate(program.nodes, peeled.core, math.isinf(peeled.fill))
+    visible = (first or own) and surely  # own: row q sees key q
     return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), complete, visible, _skip_above(peeled))  # type: ignore[arg-type]
 
 

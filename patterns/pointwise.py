@@ -143,19 +143,20 @@ def _clamp(cell: Cell) -> int:
     for position, name, op in ((1, "min", "max"), (2, "max", "min")):
         bound = cell.arg(position, name)
         if bound is not None:
-            value = cell.builder.emit(op, value, cell.builder.convert(cell.read(bound), cell.kind))
+            value = cell.builder.emit(op, value, cell.builder.convert(cell.read(bound), cell.kind), value="first")
     return value
 
 
 def _clamp_one(name: str, op: str) -> Rule:
-    return lambda cell: cell.builder.emit(op, cell.typed(0, cell.kind), cell.typed(1, cell.kind, name))
+    return lambda cell: cell.builder.emit(op, cell.typed(0, cell.kind), cell.typed(1, cell.kind, name), value="first")
 
 
 def _pow(cell: Cell) -> int | None:
     exponent, b = cell.arg(1, "exponent"), cell.builder
     x = cell.typed(0, cell.kind)
-    if exponent == 2:
-        return b.emit("mul", x, x)
+    if exponent in (2, 3, 4):
+        square = b.emit("mul", x, x)
+        return square if exponent == 2 else b.emit("mul", square, x if exponent == 3 else square)
     if exponent == 0.5 and cell.kind == "float":
         return b.emit("sqrt", x)
     if exponent == -0.5 and cell.kind == "float":
@@ -175,7 +176,60 @@ def _rsqrt(cell: Cell) -> int:
 
 def _relu(cell: Cell) -> int:
     zero = cell.builder.const(0.0 if cell.kind == "float" else 0)
-    return cell.builder.emit("max", cell.typed(0, cell.kind), zero)
+    return cell.builder.emit("max", cell.typed(0, cell.kind), zero, value="second")
+
+
+def _leaky_relu(cell: Cell) -> int:
+    b, x = cell.builder, cell.typed(0, "float")
+    return b.emit("where", b.emit("gt", x, b.const(0.0)), x, b.emit("mul", x, cell.typed(1, "float", "negative_slope", 0.01)))
+
+
+def _elu(cell: Cell) -> int:
+    """x above 0, alpha (exp(x) - 1) below; the exponential never sees the upper side, where it would overflow."""
+    b, x = cell.builder, cell.typed(0, "float")
+    scale = cell.typed(2, "float", "scale", 1.0)
+    below = b.emit("min", b.emit("mul", x, cell.typed(3, "float", "input_scale", 1.0)), b.const(0.0), value="first")
+    curve = b.emit("mul", b.emit("sub", b.emit("exp", below), b.const(1.0)), b.emit("mul", cell.typed(1, "float", "alpha", 1.0), scale))
+    return b.emit("where", b.emit("gt", x, b.const(0.0)), b.emit("mul", x, scale), curve)
+
+
+def _softplus(cell: Cell) -> int:
+    """log(1 + exp(beta x)) / beta up to the threshold, x above it."""
+    b, x = cell.builder, cell.typed(0, "float")
+    beta, threshold = cell.typed(1, "float", "beta", 1.0), cell.typed(2, "float", "threshold", 20.0)
+    scaled = b.emit("mul", x, beta)
+    curve = b.emit("log", b.emit("add", b.emit("exp", b.emit("min", scaled, threshold, value="first")), b.const(1.0)))
+    return b.emit("where", b.emit("gt", scaled, threshold), x, b.emit("div", curve, beta))
+
+
+def _silu(cell: Cell) -> int:
+    x = cell.typed(0, "float")
+    return cell.builder.emit("mul", x, cell.builder.emit("sigmoid", x))
+
+
+def _threshold(cell: Cell) -> int:
+    b, x = cell.builder, cell.typed(0, cell.kind)
+    return b.emit("where", b.emit("le", x, cell.typed(1, cell.kind)), cell.typed(2, cell.kind), x)
+
+
+def _addcmul(cell: Cell) -> int:
+    b = cell.builder
+    product = b.emit("mul", b.emit("mul", cell.typed(1, cell.kind), cell.typed(2, cell.kind)), cell.typed(3, cell.kind, "value", 1))
+    return b.emit("add", cell.typed(0, cell.kind), product)
+
+
+def _lerp(cell: Cell) -> int:
+    b, start = cell.builder, cell.typed(0, "float")
+    return b.emit("add", start, b.emit("mul", cell.typed(2, "float"), b.emit("sub", cell.typed(1, "float"), start)))
+
+
+def _clamp_between(low: float, high: float) -> Rule:
+    def rule(cell: Cell) -> int:  # unlike clamp's, its gradient is 0 at the bounds
+        b = cell.builder
+        inner = b.emit("max", cell.typed(0, cell.kind), cell.typed(1, cell.kind, "min_val", low), value="second")
+        return b.emit("min", inner, cell.typed(2, cell.kind, "max_val", high), value="second")
+
+    return rule
 
 
 def _isneginf(cell: Cell) -> int:
@@ -215,6 +269,15 @@ RULES.update(
         "sigmoid": _unary("sigmoid"),
         "sqrt": _unary("sqrt"),
         "relu": _relu,
+        "leaky_relu": _leaky_relu,
+        "elu": _elu,
+        "softplus": _softplus,
+        "silu": _silu,
+        "threshold": _threshold,
+        "hardtanh": _clamp_between(-1.0, 1.0),
+        "relu6": _clamp_between(0.0, 6.0),
+        "addcmul": _addcmul,
+        "lerp": _lerp,
         "pow": _pow,
         "square": lambda cell: cell.builder.emit("mul", cell.typed(0, cell.kind), cell.typed(0, cell.kind)),
         "reciprocal": _reciprocal,

@@ -37,7 +37,7 @@ def _affine(nodes: tuple[Node, ...], depends: tuple[frozenset[str], ...], at: in
     if node.op in ("mul", "div"):
         literal = nodes[node.args[1]]
         found = _affine(nodes, depends, node.args[0]) if literal.op == "const" and "score" in depends[node.args[0]] else None
-        if found is not None and not found[1]:
+        if found is not None and not found[1] and (node.op == "mul" or literal.value != 0):
             value = float(literal.value)  # type: ignore[arg-type]
             return found[0] * value if node.op == "mul" else found[0] / value, ()
     return None

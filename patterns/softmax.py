@@ -17,6 +17,7 @@ from fa_inductor.index import ONE, equal, shape_of
 from .views import argument, name_of
 
 CASTS = ("to", "_to_copy", "float")
+PURE = frozenset({*CASTS, "exp", "sub", "add", "mul", "div", "neg", "amax", "max", "getitem", "detach"})
 RESTORE_AXIS = ("unsqueeze", "view", "reshape", "_unsafe_view")
 
 
@@ -102,8 +103,14 @@ def _exp_over_sum(node: fx.Node) -> Softmax | None:
         source = without_shift(shifted, dim)
         if plain is None and source is shifted:
             continue  # without the maximum the sum may be small, and what is added to it counts
-        return _anchor(node, source, dim, "exp / sum" if source is shifted else "exp(x - max) / sum", (exponential, total))
+        return _anchor(node, source, dim, "exp / sum" if source is shifted else "exp(x - max) / sum", (exponential, *_written_twice(exponential, total), total))
     return None
+
+
+def _written_twice(exponential: fx.Node, total: fx.Node) -> tuple[fx.Node, ...]:
+    """The exponential under the sum, if it is not the one above it."""
+    other = _through_casts(total.args[0])
+    return () if other is None or other is exponential else (other,)
 
 
 def _quotients(node: fx.Node) -> list[tuple[object, object]]:
@@ -149,13 +156,22 @@ def _reduction(node: object, names: tuple[str, ...], operand: object, also: tupl
     if found is None or name_of(found) not in names or len(found.args) < 2:
         return None
     x, source = _through_casts(operand, also=also), _through_casts(found.args[0], also=also)
-    if x is None or x is not source or not isinstance(node, fx.Node):
+    if x is None or not _same(x, source) or not isinstance(node, fx.Node):
         return None
     axis = _normal(argument(found, 1, "dim"), x)
     shape, full = shape_of(node.meta["val"]), shape_of(x.meta["val"])
     if axis is None or len(shape) != len(full):
         return None
     return found if all(equal(a, ONE if i == axis else b) for i, (a, b) in enumerate(zip(shape, full))) else None
+
+
+def _same(a: object, b: object) -> bool:
+    """One node, or the same pure expression written twice."""
+    if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return a is b or (type(a) is type(b) and a == b)
+    if a.target is not b.target or name_of(a) not in PURE or a.kwargs != b.kwargs or len(a.args) != len(b.args):
+        return False
+    return all(_same(x, y) for x, y in zip(a.args, b.args))
 
 
 def without_shift(node: fx.Node, dim: object) -> fx.Node:

@@ -19,7 +19,8 @@ RULES: dict[str, Rule] = {}
 
 
 def name_of(node: Any) -> str:
-    """``matmul`` for ``aten.matmul.default``; empty for anything that is not an ATen call."""
+    """``matmul`` for ``aten.matmul.default``, ``matmul.out`` where the result is written to an argument; empty for anything that is
+    not an ATen call."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return ""
     target = node.target
@@ -27,7 +28,9 @@ def name_of(node: Any) -> str:
         return "getitem"
     if getattr(target, "namespace", "") != "aten":
         return ""
-    return str(target._schema.name).split("::")[1]  # type: ignore[union-attr]
+    schema = target._schema  # type: ignore[union-attr]
+    name = str(schema.name).split("::")[1]
+    return f"{name}.out" if schema.is_mutable and not name.endswith("_") else name
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:

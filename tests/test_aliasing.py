@@ -15,6 +15,7 @@ from fusing import sites_of
 from torch import Tensor
 
 import fa_inductor
+from fa_inductor.options import Options
 
 B, H, L, D = 2, 4, 8, 4
 
@@ -224,6 +225,72 @@ def test_a_contiguous_copy_that_eager_does_not_need_is_kept() -> None:
     result = torch.compile(function, backend="flashattn", dynamic=False)(x, nothing)
     assert fa_inductor.counters()["rewritten"] == 1
     torch.testing.assert_close(result, function(x, nothing))
+
+
+def test_a_product_written_to_an_input_arrives_there() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        torch.matmul((q @ k.mT).softmax(-1), v, out=out)
+        return out * 2
+
+    q, k, v = (torch.randn(B, H, L, D) for _ in range(3))
+    mine, theirs = torch.zeros(B, H, L, D), torch.zeros(B, H, L, D)
+    result, sites = sites_of(function, q, k, v, mine)
+    assert [s.refusal and s.refusal.code for s in sites] == ["unsupported_product"]
+    torch.testing.assert_close(result, function(q, k, v, theirs))
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_a_checkpointed_attention_reads_what_is_written_to_after_it() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        out = torch.utils.checkpoint.checkpoint(lambda q, k, v: (q @ k.mT + m).softmax(-1) @ v, q, k, v, use_reentrant=False)
+        m.add_(1.0)
+        return out
+
+    mine = qkv()
+    theirs = [x.detach().clone().requires_grad_() for x in mine]
+    m, copy = torch.zeros(L, L), torch.zeros(L, L)
+    torch._dynamo.reset()
+    fa_inductor.reset()
+    result = torch.compile(function, backend="flashattn")(*mine, m)
+    expected = function(*theirs, copy)
+    assert fa_inductor.counters()["rewritten"] == 1
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(m, copy)
+    for a, b in zip(torch.autograd.grad(result.sum(), mine), torch.autograd.grad(expected.sum(), theirs)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [None, "tiled"])
+def test_a_bias_that_never_matters_has_a_gradient_of_zeros(kernel: str | None) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        return (q @ k.mT + torch.where(torch.zeros(L, L, dtype=torch.bool), b, 0.0)).softmax(-1) @ v
+
+    inputs = [*qkv(), rand(L, L)]
+    result, sites = sites_of(function, *inputs, options=Options(kernel=kernel))
+    assert [s.fused for s in sites] == [True]
+    grads = torch.autograd.grad(result.sum(), inputs)
+    assert torch.equal(grads[3], torch.zeros(L, L))
+
+
+def test_a_division_by_zero_costs_no_model() -> None:
+    q, k, v = (torch.randn(B, H, L, D) for _ in range(3))
+    result, _ = sites_of(lambda q, k, v: ((q @ k.mT) / 0.0 + torch.zeros(L, L)).softmax(-1) @ v, q, k, v)
+    assert result.isnan().all()
+
+
+@pytest.mark.parametrize(("fill", "shift"), [(-9000.0, 10000.0), (-1e9, 2e9)])
+@pytest.mark.parametrize("kernel", [None, "tiled"])
+def test_visible_scores_below_a_finite_fill(fill: float, shift: float, kernel: str | None) -> None:
+    """Then the hidden keys win, as in eager: no tile of them may be skipped."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        return (q @ k.mT).masked_fill(torch.ones(length, length).triu(1).bool(), fill).softmax(-1) @ v
+
+    q, k, v = -torch.ones(1, 1, 700, 4), torch.full((1, 1, 700, 4), shift / 4), torch.randn(1, 1, 700, 4)
+    result, sites = sites_of(function, q, k, v, options=Options(kernel=kernel))
+    assert [s.fused for s in sites] == [True]
+    torch.testing.assert_close(result, function(q, k, v))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 import fa_inductor
 from fa_inductor import backend, kernel_table
-from fa_inductor.backend import Compilation
 from fa_inductor.explain import explain
+from fa_inductor.inductor import Contents
 from fa_inductor.report import GraphReport, collecting
 
 B, H, L, D = 2, 3, 5, 8
@@ -49,9 +49,9 @@ class Handed:
         self.fused: list[int] = []
         self.settings: list[dict[str, Any]] = []
 
-    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any], compilation: Compilation) -> Callable[..., Any]:
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any], contents: Contents) -> Callable[..., Any]:
         self.graphs.append(gm)
-        self.fused.append(compilation.fused)
+        self.fused.append(contents.fused)
         self.settings.append(settings)
         return gm.forward
 
@@ -60,7 +60,7 @@ class Handed:
 def inductor(monkeypatch: pytest.MonkeyPatch) -> Handed:
     """Instead of Inductor: keeps the graph and runs it eagerly."""
     handed = Handed()
-    monkeypatch.setattr(backend, "_inductor", handed)
+    monkeypatch.setattr(backend, "compile_with_inductor", handed)
     return handed
 
 
@@ -377,7 +377,7 @@ graph N: 1 softmax, 0 fused, 1 not
 [0] not fused: softmax_axis
     at               test_backend.py:N  return (q @ k.mT).softmax(-2) @ v
     why              the softmax runs over dimension 2 of (2, 3, 5, 5), the matmul sums over another
-    advice           the matmul after the softmax sums over another axis than the softmax normalises; check the dim argument""",
+    advice           the matmul must sum over all of the axis that the softmax normalises: check the dim argument, slices, and that no mixing of heads sits between""",
         )
 
 

@@ -115,6 +115,12 @@ def tiny_number_added_to_the_sum(q, k, v):
 
 
 @form()
+def exponential_written_twice(q, k, v):
+    s = q @ k.mT * 0.2
+    return (s.exp() / s.exp().sum(-1, keepdim=True)) @ v
+
+
+@form()
 def sum_clamped(q, k, v):
     s = q @ k.mT * 0.2
     e = torch.exp(s - s.max(-1, keepdim=True)[0])
@@ -436,6 +442,47 @@ def test_form_fuses_with_symbolic_sizes(name: str) -> None:
     check(function, inputs(), dynamic=True)
 
 
+# -- functions with a corner: eager's gradient at the corner itself -------------------------------------------------------
+def on_the_corner() -> list[Any]:
+    """Some scores are exactly 0, some biases exactly 0 or 1."""
+    q, k, v = (x.detach() for x in qkv())
+    q[:, :, 3] = 0.0
+    return [*(x.requires_grad_() for x in (q, k, v)), torch.tensor([0.0, 1.0, 0.5] * (B * H * L), device=DEVICE)[: L * L].view(L, L).requires_grad_()]
+
+
+CORNERS = {
+    "relu": F.relu,
+    "clamp_min": lambda s: s.clamp(min=0.0),
+    "clamp_max": lambda s: s.clamp(max=0.0),
+    "clamp": lambda s: s.clamp(0.0, 1.0),
+    "hardtanh": lambda s: F.hardtanh(s, 0.0, 1.0),
+    "relu6": F.relu6,
+    "maximum": lambda s: torch.maximum(s, torch.zeros_like(s)),
+    "abs": torch.abs,
+    "leaky_relu": lambda s: F.leaky_relu(s, 0.1),
+    "elu": lambda s: F.elu(s, 1.3),
+    "softplus": lambda s: F.softplus(s, 2.0, 5.0),
+    "silu": F.silu,
+    "threshold": lambda s: F.threshold(s, 0.0, -3.0),
+    "addcmul": lambda s: torch.addcmul(s, s, s, value=0.1),
+    "lerp": lambda s: torch.lerp(s, s * s, 0.3),
+    "cube": lambda s: s**3 * 0.1,
+}
+for _name, _function in CORNERS.items():
+    FORMS[f"corner_{_name}"] = (lambda q, k, v, b, f=_function: (f(q @ k.mT) + f(b)).softmax(-1) @ v), on_the_corner
+
+
+@form(lambda: [*qkv(), rand(L, L)])
+def linear_scores_with_a_bias(q, k, v, w):
+    """A score product spelled as a Linear layer."""
+    return F.linear(q[0, 0], k[0, 0], w[0]).softmax(-1) @ v[0, 0]
+
+
+@form()
+def matmul_of_linalg(q, k, v):
+    return torch.linalg.matmul(torch.linalg.matmul(q, k.mT).softmax(-1), v)
+
+
 # -- near misses -----------------------------------------------------------------------------------------------------------
 MISSES: dict[str, tuple[Callable[..., Any], Callable[[], list[Any]], str]] = {}
 
@@ -525,6 +572,40 @@ class _Attention(torch.autograd.Function):
 @miss("operator_body")
 def own_gradient(q, k, v):
     return _Attention.apply(q, k, v)
+
+
+@miss("unsupported_product")
+def product_into_a_tensor(q, k, v):
+    out = torch.empty_like(q)
+    with torch.no_grad():
+        torch.matmul((q @ k.mT).softmax(-1), v, out=out)
+    return out * 2
+
+
+@miss("unsupported_product")
+def product_of_all_dimensions(q, k, v):
+    return torch.tensordot((q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0], dims=1)
+
+
+@miss("softmax_axis")
+def sum_over_some_keys(q, k, v):
+    return (q @ k.mT).softmax(-1)[..., : L - 1] @ v[:, :, : L - 1]
+
+
+@miss("not_attention", lambda: [*qkv(), rand(L, L), rand(L)])
+def gate_before_a_linear_layer(q, k, v, w, b):
+    return F.linear((q @ k.mT).softmax(-1), w, b)
+
+
+@miss("post_softmax_op")
+def probabilities_shifted(q, k, v):
+    return ((q @ k.mT).softmax(-1) + 0.1) @ v
+
+
+@miss("output_addend", lambda: [*qkv(), rand(B * H, L, L)])
+def addend_times_zero(q, k, v, m):
+    """Its gradient is zeros in eager, not absent."""
+    return torch.baddbmm(m, q.flatten(0, 1), k.flatten(0, 1).mT, beta=0).softmax(-1) @ v.flatten(0, 1)
 
 
 @miss("renormalised")

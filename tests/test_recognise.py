@@ -172,7 +172,7 @@ def arange_strictly_after(s):
     """
     where(k - q <= 0, s, -1e+09)
     causal
-    k-q <= 0; rows see a key; replace -1e+09; skip above -9.99999e+08
+    k-q <= 0; replace -1e+09; skip above -9.99999e+08
     """
 )
 def distance_not_positive(s):
@@ -207,7 +207,7 @@ def one_minus_tril_times_fill(s):
     """
     where(k - q < 1, s, -10000)
     causal
-    k-q <= 0; rows see a key; replace -10000; skip above -9889.99
+    k-q <= 0; replace -10000; skip above -9889.99
     """
 )
 def small_fill_replaces(s):

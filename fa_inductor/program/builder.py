@@ -80,7 +80,7 @@ class ProgramBuilder:
         simpler = self._simplify(op, args)
         if simpler is not None:
             return simpler
-        if op in _COMMUTATIVE and nodes[0].op == "const" and nodes[1].op != "const":
+        if op in _COMMUTATIVE and value is None and nodes[0].op == "const" and nodes[1].op != "const":
             args = (args[1], args[0])  # constants to the right, so that one spelling is left
         return self._add(Node(op, kind, tuple(args), value))
 

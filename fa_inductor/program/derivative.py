@@ -82,7 +82,10 @@ def _adjoints(b: ProgramBuilder, node: Node, i: int, g: int) -> list[tuple[int, 
     if op == "abs":
         return [(x, b.emit("where", b.emit("gt", x, zero), g, b.emit("where", b.emit("lt", x, zero), b.emit("neg", g), zero)))]
     if op in ("min", "max"):
-        # PyTorch splits the gradient of a tie evenly between both arguments
+        if node.value is not None:
+            wins = b.emit("gt" if op == "max" else "lt", *((y, x) if node.value == "first" else (x, y)))  # beyond a tie
+            mine, other = (zero, g) if node.value == "first" else (g, zero)
+            return [(x, b.emit("where", wins, mine, other)), (y, b.emit("where", wins, other, mine))]
         half = b.emit("mul", g, b.const(0.5))
         tie, left = b.emit("eq", x, y), b.emit("lt" if op == "min" else "gt", x, y)
         return [(x, b.emit("where", tie, half, b.emit("where", left, g, zero))), (y, b.emit("where", tie, half, b.emit("where", left, zero, g)))]

@@ -13,6 +13,8 @@ Operations
                  ``size`` (value: position in the size arguments), ``load`` (value: capture number; args: one int node per
                  dimension of the captured tensor)
     arithmetic   ``add sub mul div min max neg abs`` on floats; ``add sub mul floordiv mod min max neg abs`` on ints
+                 ``min max`` may carry a value that says who gets the gradient of a tie: "first" (clamp: the clamped value),
+                 "second" (relu: the bound); without one it is split evenly, as torch.minimum and torch.maximum do
     functions    ``exp log tanh sigmoid sqrt`` on floats
     comparisons  ``lt le gt ge eq ne`` -> bool
     logic        ``and or not`` on bools, ``where`` (bool, x, y)
@@ -40,6 +42,7 @@ COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 LOGIC = frozenset({"and", "or"})
 CONVERSIONS: dict[str, Type] = {"to_float": "float", "to_int": "int", "to_bool": "bool"}
 ROUNDINGS = ("f16", "bf16")
+TIES = ("first", "second")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,10 @@ class ScoreProgram:
 
         return to_text(self)
 
+    def reads(self) -> frozenset[int]:
+        """Numbers of the captured tensors that some node loads; simplification may leave others unread."""
+        return frozenset(int(n.value) for n in self.nodes if n.op == "load")  # type: ignore[arg-type]
+
     def depends_on(self, node: int) -> frozenset[str]:
         """Which of ``score grad b h q k`` and ``load`` (any captured tensor) the value of ``node`` depends on."""
         return dependencies(self.nodes)[node]
@@ -143,6 +150,8 @@ def _result_type(node: Node, args: tuple[Type, ...], program: ScoreProgram) -> T
         return args[1] if len(args) == 3 and args[0] == "bool" and args[1] == args[2] else None
     if node.op == "not":
         return "bool" if args == ("bool",) else None
+    if node.op in ("min", "max") and node.value not in (None, *TIES):
+        return None
     return operation_type(node.op, args)
 
 

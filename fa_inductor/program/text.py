@@ -66,7 +66,7 @@ def _node(line: str, earlier: list[Node], captures: tuple[Capture, ...]) -> Node
     literals = [w for w in words if not w.startswith("%")]
     value = None
     if literals:
-        value = literals[0] if op in ("index", "round") else _SPECIAL[literals[0]] if literals[0] in _SPECIAL else ast.literal_eval(literals[0])
+        value = literals[0] if op in ("index", "round", "min", "max") else _SPECIAL[literals[0]] if literals[0] in _SPECIAL else ast.literal_eval(literals[0])
     kind = _type(op, tuple(earlier[a].type for a in args), value, captures)
     if kind is None:
         raise ProgramError(f"cannot type {line!r}")

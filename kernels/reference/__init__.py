@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fa_inductor.kernel_support import empty_output, output_layout, source_hash
+from fa_inductor.kernel_support import empty_output, output_layout, source_hash, without_autocast
 from fa_inductor.program import Coordinates, ScoreProgram, evaluate
 from fa_inductor.program.scatter import gradient_program, scatter_loads
 from fa_inductor.refusal import Refusal, declare
@@ -51,13 +51,13 @@ class ReferenceKernel:
         )
 
     def forward(self, plan: Plan, inputs: Inputs, keep: Tensor | None = None) -> Forward:
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with without_autocast(inputs.q.device.type):
             out, lse = _Attention(plan, inputs, keep).forward()
             result = empty_output(inputs.q, inputs.v.shape[-1], str(plan.get("layout"))).copy_(out)
         return Forward(result, lse, (lse.new_empty(0), lse.new_empty(0)))
 
     def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, keep: Tensor | None = None) -> Gradients:
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with without_autocast(inputs.q.device.type):
             return _Attention(plan, inputs, keep).backward(grad_out, needs)
 
 

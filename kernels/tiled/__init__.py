@@ -14,6 +14,7 @@ from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Ne
 from .ops import tiled_backward, tiled_forward
 
 DTYPE = declare("tiled_dtype", "The tiled kernel computes in fp32 and takes float32, bfloat16 and float16 inputs.")
+DEVICE = declare("tiled_device", "The tiled kernel runs on any device but meta.")
 Q_TILE, K_TILE, ELEMENTS = 128, 512, 1 << 18
 """On the CPU: a block of scores in the L2 cache."""
 DEVICE_Q_TILE, DEVICE_K_TILE, DEVICE_ELEMENTS = 1024, 4096, 1 << 25
@@ -29,6 +30,8 @@ class TiledKernel:
         dtype = request.q.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return [Refusal(DTYPE, f"q, k and v are {str(dtype).removeprefix('torch.')}")]
+        if request.device == "meta":
+            return [Refusal(DEVICE, "the tensors have no data, and what the kernel does depends on it")]
         return []
 
     def plan(self, request: AttentionRequest) -> Plan:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fa_inductor.kernel_support import empty_output
+from fa_inductor.kernel_support import empty_output, without_autocast
 from fa_inductor.request import Plan
 
 from .attention import Attention, Compiled, compile_plan
@@ -24,7 +24,7 @@ def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], dropout_p: float, seed: Tensor | None, plan: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, high part of lse, low part of lse)."""
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q.device.type):
         return Attention(compiled(plan), q, k, v, captures, sizes, dropout_p, seed).forward()
 
 
@@ -53,7 +53,7 @@ def tiled_backward(
     plan: str,
 ) -> list[Tensor]:
     """Gradients of q, k, v and the captures: empty tensors where ``needs`` says no."""
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q.device.type):
         return Attention(compiled(plan), q, k, v, captures, sizes, dropout_p, seed).backward(out, lse, lse_low, grad_out, needs)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fa_inductor.kernel_support import output_layout, source_hash
+from fa_inductor.kernel_support import output_layout, source_hash, without_autocast
 from fa_inductor.program import Coordinates, ScoreProgram, evaluate
 from fa_inductor.program.affine import affine_form
 from fa_inductor.refusal import Refusal
@@ -52,14 +52,14 @@ class TorchSdpaKernel:
         )
 
     def forward(self, plan: Plan, inputs: Inputs) -> Forward:
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with without_autocast(inputs.q.device.type):
             return _FORWARD[str(plan.get("backend"))](plan, inputs, float(str(plan.get("scale"))), bool(plan.get("causal")))
 
     def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients:
         assert not plan.get("offset"), "sites with a mask or bias are served without gradients only"
         # the operators take a gradient with a last stride of 1; cuDNN's gave wrong gradients where its layout was not the output's (H200, torch 2.11)
         grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2) if plan.get("layout") == "blhd" else grad_out.contiguous()
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with without_autocast(inputs.q.device.type):
             found = _BACKWARD[str(plan.get("backend"))](inputs, result, grad_out, float(str(plan.get("scale"))), bool(plan.get("causal")))
         q, k, v = (t if need else None for t, need in zip(found, (needs.q, needs.k, needs.v), strict=True))
         return Gradients(q, k, v, (None,) * len(inputs.captures))

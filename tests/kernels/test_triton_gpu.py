@@ -74,4 +74,6 @@ def test_inductor_launches_the_same_kernels(form: str) -> None:
     for dynamic in (False, True):
         torch._dynamo.reset()
         for got, want in zip(torch.compile(step, dynamic=dynamic, fullgraph=True)(*arguments), step(*arguments), strict=True):
-            torch.testing.assert_close(got, want)
+            # Inductor specialises the kernels' size arguments its own way, and ptxas contracts products and sums differently: a
+            # probability near a rounding boundary of float16 may fall on the other side
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=2.0**-11 * float(want.abs().max()))

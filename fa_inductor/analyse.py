@@ -33,7 +33,7 @@ PRODUCT = declare("unsupported_product", "write the product as @, matmul, bmm, b
 NO_SCORES = declare("no_score_matmul", "the softmax's input must be a matrix product of queries and keys, followed by elementwise code alone")
 OTHER_AXIS = declare(
     "softmax_axis",
-    "the matmul must sum over all of the axis that the softmax normalises: check the dim argument, slices, and that no mixing of heads sits between",
+    "the matmul must sum over the whole axis that the softmax normalises: check the dim argument, slices, and mixing of heads",
 )
 NOT_CANONICAL = declare("not_query_times_key", "the score matmul does not pair one query with one key (check permutes, and that no head mixing sits between)")
 OPERANDS = declare("operand_layout", "Q, K or V is read through an index that is not a reshape, permute or expand")

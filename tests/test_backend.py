@@ -377,7 +377,7 @@ graph N: 1 softmax, 0 fused, 1 not
 [0] not fused: softmax_axis
     at               test_backend.py:N  return (q @ k.mT).softmax(-2) @ v
     why              the softmax runs over dimension 2 of (2, 3, 5, 5), the matmul sums over another
-    advice           the matmul must sum over all of the axis that the softmax normalises: check the dim argument, slices, and that no mixing of heads sits between""",
+    advice           the matmul must sum over the whole axis that the softmax normalises: check the dim argument, slices, and mixing of heads""",
         )
 
 

@@ -122,6 +122,12 @@ def _int_binary(op: str) -> Rule:
     return lambda cell: cell.builder.emit(op, cell.typed(0, "int"), cell.typed(1, "int")) if cell.kind == "int" else None
 
 
+def _of_two(op: str) -> Rule:
+    """``torch.max(x, y)``; the reductions of the same name have no second tensor."""
+    binary = _binary(op)
+    return lambda cell: binary(cell) if isinstance(cell.arg(1), fx.Node) else None
+
+
 def _reversed_sub(cell: Cell) -> int | None:
     if cell.kind == "bool" or cell.arg(2, "alpha", 1) != 1:
         return None
@@ -254,6 +260,8 @@ RULES.update(
         "multiply": _binary("mul"),
         "minimum": _binary("min"),
         "maximum": _binary("max"),
+        "min": _of_two("min"),
+        "max": _of_two("max"),
         "rsub": _reversed_sub,
         "div": _div,
         "divide": _div,

@@ -458,6 +458,7 @@ CORNERS = {
     "hardtanh": lambda s: F.hardtanh(s, 0.0, 1.0),
     "relu6": F.relu6,
     "maximum": lambda s: torch.maximum(s, torch.zeros_like(s)),
+    "max_of_two": lambda s: torch.max(s, torch.zeros_like(s)),
     "abs": torch.abs,
     "leaky_relu": lambda s: F.leaky_relu(s, 0.1),
     "elu": lambda s: F.elu(s, 1.3),

@@ -152,9 +152,7 @@ class Compilation:
     @property
     def contents(self) -> Contents:
         """Of the graph that ``run`` returned."""
-        assert self.report is not None
-        left = has_softmax(self.original) and not (self.report.sites and self.report.refused == 0)
-        return Contents(self.fused, self.differentiated, left)
+        return Contents(self.fused, self.differentiated, has_softmax(self.original) and not self.options.disabled)
 
     # -- one graph ---------------------------------------------------------------------------------------------------------
     def _graph(self, context: GraphContext) -> list[_Verdict]:
@@ -230,6 +228,7 @@ class Compilation:
             tf32=torch.get_float32_matmul_precision() != "highest",
             deterministic=self._deterministic(),
             masked_rows=self.options.masked_rows,
+            recomputed=context.recomputed,
         )
         selection: Selection = select(request, self.options.kernel)
         verdict.passed_over = selection.passed_over

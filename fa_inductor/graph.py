@@ -17,10 +17,10 @@ from .patterns.views import name_of
 class GraphContext:
     """Facts about one normalised graph, computed once; ``size_node`` may add nodes.
 
-    ``outside``: storages that a graph around this one writes to, before or after it runs.
+    ``outside``: for the body of a checkpoint, the storages that the graph around it writes to, before or after it runs.
     """
 
-    def __init__(self, gm: fx.GraphModule, grad_enabled: bool, outside: frozenset[int] = frozenset()) -> None:
+    def __init__(self, gm: fx.GraphModule, grad_enabled: bool, outside: frozenset[int] | None = None) -> None:
         self.gm = gm
         self.graph = gm.graph
         self.order: dict[fx.Node, int] = {}
@@ -28,7 +28,8 @@ class GraphContext:
         self.needs_grad: set[fx.Node] = set()
         self.writes: list[fx.Node] = []
         self._size_nodes: dict[Expr, Any] = {}
-        self.outside = outside
+        self.recomputed = outside is not None and grad_enabled
+        self.outside = outside or frozenset()
         self._scan(grad_enabled)
         self.written = frozenset(s for w in self.writes for t in written_args(w) for s in storage_keys(t))
 

@@ -24,11 +24,11 @@ _HIDDEN = "fa_inductor_hidden"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a graph for Inductor holds: fused sites, those of them that need a gradient, and whether some softmax is left."""
+    """What a graph for Inductor holds: fused sites, those of them that need a gradient, and whether it was searched for softmaxes."""
 
     fused: int
     differentiated: int
-    softmax_left: bool
+    searched: bool
 
 
 def compile_with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: dict[str, Any], contents: Contents) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def compile_with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], set
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    if contents.softmax_left:
+    if contents.searched:
         settings = _without_matcher(settings)
     if not contents.fused:
         return compile_fx(gm, example_inputs, config_patches=settings or None)  # type: ignore[return-value]

@@ -187,6 +187,8 @@ class Lifter:
             return b.const(int(expr))
         if expr in self.names:
             return b.index(self.names[expr])
+        if expr in self.space.extent:
+            raise Refused(Refusal(UNSUPPORTED_OP, "a mask or factor depends on the channel of the values or on a batch dimension that only they have"))
         if isinstance(expr, sympy.Symbol):
             if expr not in self.size_symbols:
                 self.size_symbols.append(expr)

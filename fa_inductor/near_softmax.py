@@ -18,6 +18,7 @@ DEFERRED = declare("deferred_division", "divide before the product: (e / e.sum(-
 ALTERED = declare(
     "altered_softmax", "only exp(x) / exp(x).sum(dim, keepdim=True) is a softmax, x perhaps less its maximum; then a tiny number may be added to the sum"
 )
+SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum")
 BASE = declare("softmax_base", "write exp instead: exp2(x) is exp(x * 0.6931471805599453)")
 
 
@@ -27,12 +28,21 @@ def near_softmax(node: fx.Node) -> tuple[Softmax, Refusal] | None:
         return None
     values = _elementwise({node})
     products = {u for v in values for u in v.users if is_contraction(u)}
+    if not products:
+        return None
+    logsum = next((n for n in _behind(node) if name_of(n) in ("logsumexp", "log_softmax")), None)
+    if logsum is not None:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        why = Refusal(ALTERED, f"what is subtracted before exp is not {logsum.target} of the same scores over one axis", node.name, location_of(node))
+        return Softmax(node, source, node.meta["val"].dim() - 1, "exp(x - logsumexp)", (node,)), why
     outputs = _elementwise(products)
-    for total in sorted({u for v in values for u in v.users if name_of(u) == "sum"}):
+    same = _elementwise({node, *_written_again(node)})
+    for total in sorted({u for v in same for u in v.users if name_of(u) in SUMS}):
         axis = argument(total, 1, "dim")
         axis = axis[0] if isinstance(axis, (list, tuple)) and axis else axis
         division = _division(_elementwise({total}), values | outputs)
-        if products and isinstance(axis, int) and division is not None:
+        if isinstance(axis, int) and division is not None:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             return Softmax(node, source, axis % node.meta["val"].dim(), "exp / sum", (node,)), _why(node, division, division in outputs)
@@ -54,6 +64,25 @@ def _division(sums: set[fx.Node], values: set[fx.Node]) -> fx.Node | None:
         if name_of(node) in ("div", "divide", "true_divide", "mul", "multiply") and any(n in values and n not in sums for n in node.all_input_nodes):
             return node
     return None
+
+
+def _written_again(node: fx.Node) -> set[fx.Node]:
+    """Other exponentials of the same scores."""
+    scores = {n for n in _behind(node) if is_contraction(n)}
+    found = {n for s in scores for n in _elementwise({s}) if name_of(n) in ("exp", "exp2")}
+    return found - {node}
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """What ``node`` is made of through views and elementwise ops, and the ops that end them."""
+    seen, queue = set[fx.Node](), [node]
+    while queue:
+        for n in queue.pop().all_input_nodes:
+            if n not in seen and n.op == "call_function":
+                seen.add(n)
+                if liftable(n) or name_of(n) in ("detach", "getitem"):
+                    queue.append(n)
+    return seen
 
 
 def _elementwise(start: set[fx.Node]) -> set[fx.Node]:

@@ -51,6 +51,8 @@ class AttentionRequest:
     tf32: bool = False
     """fp32 products may use TF32 (torch.get_float32_matmul_precision() != "highest")."""
     deterministic: bool = False
+    recomputed: bool = False
+    """The site is in the body of a checkpoint, which may run again in the backward pass."""
     masked_rows: Literal["eager", "zero"] = "eager"
 
     @property

@@ -15,6 +15,8 @@ IN_BODY = declare(
 )
 
 _NAMED = re.compile(r"softmax|softmin|multi_head_attention")
+_SUM = re.compile(r"^sum$")
+_BY_HAND = re.compile(rf"{_NAMED.pattern}|\bexp_?\b")
 _SIGNS = re.compile(rf"{_NAMED.pattern}|\bexp2?_?\b|logsumexp|scaled_dot_product")
 
 
@@ -28,7 +30,7 @@ def in_bodies(normal: Normalized) -> list[fx.Node]:
     """Softmaxes in the bodies of higher-order operators that are not searched."""
     searched = {"", *(path for path, _ in normal.subgraphs)}
     bodies = [m for path, m in normal.gm.named_modules() if path not in searched and isinstance(m, fx.GraphModule)]
-    return [n for body in bodies for n in body.graph.nodes if _calls(n, _NAMED)]
+    return [n for body in bodies for n in body.graph.nodes if _calls(n, _BY_HAND if any(_calls(m, _SUM) for m in body.graph.nodes) else _NAMED)]
 
 
 def _calls(node: fx.Node, names: re.Pattern[str]) -> bool:

@@ -16,7 +16,23 @@ from .views import argument, name_of
 
 NAMES = frozenset({"matmul", "linalg_matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "linear"})
 OTHER_PRODUCTS = frozenset(
-    {"matmul.out", "linalg_matmul.out", "bmm.out", "mm.out", "addmm.out", "baddbmm.out", "addmm_", "baddbmm_", "tensordot", "linalg_multi_dot", "inner"}
+    {
+        "matmul.out",
+        "linalg_matmul.out",
+        "bmm.out",
+        "mm.out",
+        "addmm.out",
+        "baddbmm.out",
+        "addmm_",
+        "baddbmm_",
+        "tensordot",
+        "linalg_multi_dot",
+        "chain_matmul",
+        "inner",
+        "mv",
+        "dot",
+        "linalg_vecdot",
+    }
 )
 """Matrix products that are not analysed."""
 

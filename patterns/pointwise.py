@@ -144,7 +144,9 @@ def _masked_fill(cell: Cell) -> int:
     return cell.builder.emit("where", cell.typed(1, "bool"), cell.typed(2, cell.kind), cell.typed(0, cell.kind))
 
 
-def _clamp(cell: Cell) -> int:
+def _clamp(cell: Cell) -> int | None:
+    if isinstance(cell.arg(1, "min"), fx.Node) and isinstance(cell.arg(2, "max"), fx.Node):
+        return None  # where two tensors' bounds meet, neither has a gradient
     value = cell.typed(0, cell.kind)
     for position, name, op in ((1, "min", "max"), (2, "max", "min")):
         bound = cell.arg(position, name)
@@ -190,24 +192,6 @@ def _leaky_relu(cell: Cell) -> int:
     return b.emit("where", b.emit("gt", x, b.const(0.0)), x, b.emit("mul", x, cell.typed(1, "float", "negative_slope", 0.01)))
 
 
-def _elu(cell: Cell) -> int:
-    """x above 0, alpha (exp(x) - 1) below; the exponential never sees the upper side, where it would overflow."""
-    b, x = cell.builder, cell.typed(0, "float")
-    scale = cell.typed(2, "float", "scale", 1.0)
-    below = b.emit("min", b.emit("mul", x, cell.typed(3, "float", "input_scale", 1.0)), b.const(0.0), value="first")
-    curve = b.emit("mul", b.emit("sub", b.emit("exp", below), b.const(1.0)), b.emit("mul", cell.typed(1, "float", "alpha", 1.0), scale))
-    return b.emit("where", b.emit("gt", x, b.const(0.0)), b.emit("mul", x, scale), curve)
-
-
-def _softplus(cell: Cell) -> int:
-    """log(1 + exp(beta x)) / beta up to the threshold, x above it."""
-    b, x = cell.builder, cell.typed(0, "float")
-    beta, threshold = cell.typed(1, "float", "beta", 1.0), cell.typed(2, "float", "threshold", 20.0)
-    scaled = b.emit("mul", x, beta)
-    curve = b.emit("log", b.emit("add", b.emit("exp", b.emit("min", scaled, threshold, value="first")), b.const(1.0)))
-    return b.emit("where", b.emit("gt", scaled, threshold), x, b.emit("div", curve, beta))
-
-
 def _silu(cell: Cell) -> int:
     x = cell.typed(0, "float")
     return cell.builder.emit("mul", x, cell.builder.emit("sigmoid", x))
@@ -222,11 +206,6 @@ def _addcmul(cell: Cell) -> int:
     b = cell.builder
     product = b.emit("mul", b.emit("mul", cell.typed(1, cell.kind), cell.typed(2, cell.kind)), cell.typed(3, cell.kind, "value", 1))
     return b.emit("add", cell.typed(0, cell.kind), product)
-
-
-def _lerp(cell: Cell) -> int:
-    b, start = cell.builder, cell.typed(0, "float")
-    return b.emit("add", start, b.emit("mul", cell.typed(2, "float"), b.emit("sub", cell.typed(1, "float"), start)))
 
 
 def _clamp_between(low: float, high: float) -> Rule:
@@ -278,14 +257,11 @@ RULES.update(
         "sqrt": _unary("sqrt"),
         "relu": _relu,
         "leaky_relu": _leaky_relu,
-        "elu": _elu,
-        "softplus": _softplus,
         "silu": _silu,
         "threshold": _threshold,
         "hardtanh": _clamp_between(-1.0, 1.0),
         "relu6": _clamp_between(0.0, 6.0),
         "addcmul": _addcmul,
-        "lerp": _lerp,
         "pow": _pow,
         "square": lambda cell: cell.builder.emit("mul", cell.typed(0, cell.kind), cell.typed(0, cell.kind)),
         "reciprocal": _reciprocal,

@@ -18,6 +18,8 @@ from .views import argument, name_of
 
 CASTS = ("to", "_to_copy", "float")
 PURE = frozenset({*CASTS, "exp", "sub", "add", "mul", "div", "neg", "amax", "max", "getitem", "detach"})
+SUBTRACTIONS = ("sub", "subtract")
+MAXIMA = ("amax", "max")
 RESTORE_AXIS = ("unsqueeze", "view", "reshape", "_unsafe_view")
 
 
@@ -25,7 +27,7 @@ RESTORE_AXIS = ("unsqueeze", "view", "reshape", "_unsafe_view")
 class Softmax:
     """``output = softmax(input, dim)``; ``dim`` is non-negative. ``spelling`` is a word for the report.
 
-    ``parts``: the nodes of a spelling by hand that the gradient goes through.
+    ``parts``: the nodes from ``input`` to ``output`` that the gradient goes through (it cancels on the side of a subtracted maximum).
     """
 
     output: fx.Node
@@ -56,35 +58,50 @@ def _normal(dim: object, node: fx.Node) -> int | None:
     return dim + rank if dim < 0 else dim
 
 
-def _anchor(output: fx.Node, source: object, dim: object, spelling: str, parts: tuple[fx.Node, ...] = ()) -> Softmax | None:
+def _anchor(output: fx.Node, source: object, dim: object, spelling: str) -> Softmax | None:
     if not isinstance(source, fx.Node) or "val" not in source.meta or source.meta["val"].dim() == 0:
         return None
     axis = _normal(dim, source)
-    return None if axis is None else Softmax(output, source, axis, spelling, (*parts, output))
+    return None if axis is None else Softmax(output, source, axis, spelling, _between(source, output))
+
+
+def _between(source: fx.Node, output: fx.Node) -> tuple[fx.Node, ...]:
+    """All nodes that ``output`` is made of from ``source``, but for maxima that are subtracted."""
+    found, queue, seen = [], [output], {source, _through_casts(source)}
+    while queue:
+        node = queue.pop()
+        found.append(node)
+        maximum = name_of(node) in SUBTRACTIONS and name_of(_through_casts(node.args[1], also=(*RESTORE_AXIS, "getitem", "detach"))) in MAXIMA
+        for n in node.all_input_nodes:
+            if n not in seen and n.op == "call_function" and not (maximum and n is node.args[1]):
+                seen.add(n)
+                queue.append(n)
+    return tuple(found)
 
 
 def _library(node: fx.Node) -> Softmax | None:
     if name_of(node) in ("softmax", "_softmax", "special_softmax"):
-        return _anchor(node, node.args[0], argument(node, 1, "dim"), "softmax")
+        source, dim = node.args[0], argument(node, 1, "dim")
+        return _anchor(node, without_shift(source, dim) if isinstance(source, fx.Node) else source, dim, "softmax")
     return None
 
 
 def _exp_of_log_softmax(node: fx.Node) -> Softmax | None:
     inner = _through_casts(node.args[0]) if name_of(node) == "exp" else None
     if inner is not None and name_of(inner) in ("log_softmax", "_log_softmax", "special_log_softmax"):
-        return _anchor(node, inner.args[0], argument(inner, 1, "dim"), "log_softmax.exp", (inner,))
+        return _anchor(node, inner.args[0], argument(inner, 1, "dim"), "log_softmax.exp")
     return None
 
 
 def _exp_of_difference(node: fx.Node) -> Softmax | None:
     """exp(x - logsumexp(x, dim))."""
     inner = _through_casts(node.args[0]) if name_of(node) == "exp" else None
-    if inner is None or name_of(inner) not in ("sub", "subtract") or inner.kwargs.get("alpha", 1) != 1:
+    if inner is None or name_of(inner) not in SUBTRACTIONS or inner.kwargs.get("alpha", 1) != 1:
         return None
     x, total = inner.args[0], _reduction(inner.args[1], ("logsumexp",), inner.args[0])
     if total is None:
         return None
-    return _anchor(node, x, argument(total, 1, "dim"), "exp(x - logsumexp)", (inner, total))
+    return _anchor(node, x, argument(total, 1, "dim"), "exp(x - logsumexp)")
 
 
 def _exp_over_sum(node: fx.Node) -> Softmax | None:
@@ -103,14 +120,8 @@ def _exp_over_sum(node: fx.Node) -> Softmax | None:
         source = without_shift(shifted, dim)
         if plain is None and source is shifted:
             continue  # without the maximum the sum may be small, and what is added to it counts
-        return _anchor(node, source, dim, "exp / sum" if source is shifted else "exp(x - max) / sum", (exponential, *_written_twice(exponential, total), total))
+        return _anchor(node, source, dim, "exp / sum" if source is shifted else "exp(x - max) / sum")
     return None
-
-
-def _written_twice(exponential: fx.Node, total: fx.Node) -> tuple[fx.Node, ...]:
-    """The exponential under the sum, if it is not the one above it."""
-    other = _through_casts(total.args[0])
-    return () if other is None or other is exponential else (other,)
 
 
 def _quotients(node: fx.Node) -> list[tuple[object, object]]:
@@ -156,6 +167,8 @@ def _reduction(node: object, names: tuple[str, ...], operand: object, also: tupl
     if found is None or name_of(found) not in names or len(found.args) < 2:
         return None
     x, source = _through_casts(operand, also=also), _through_casts(found.args[0], also=also)
+    if isinstance(found.meta["val"], torch.Tensor) and isinstance(source, fx.Node) and not _holds(found.meta["val"].dtype, source.meta["val"].dtype):
+        return None  # a sum of whole numbers, or one that overflows
     if x is None or not _same(x, source) or not isinstance(node, fx.Node):
         return None
     axis = _normal(argument(found, 1, "dim"), x)
@@ -163,6 +176,11 @@ def _reduction(node: object, names: tuple[str, ...], operand: object, also: tupl
     if axis is None or len(shape) != len(full):
         return None
     return found if all(equal(a, ONE if i == axis else b) for i, (a, b) in enumerate(zip(shape, full))) else None
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """``wide`` is ``narrow`` or a larger float format."""
+    return wide == narrow or (wide.is_floating_point and narrow.is_floating_point and wide.itemsize > narrow.itemsize)
 
 
 def _same(a: object, b: object) -> bool:
@@ -177,9 +195,9 @@ def _same(a: object, b: object) -> bool:
 def without_shift(node: fx.Node, dim: object) -> fx.Node:
     """x for ``x - max(x, dim)`` (through casts and ``detach``), else ``node``."""
     inner = _through_casts(node)
-    if inner is None or name_of(inner) not in ("sub", "subtract") or inner.kwargs.get("alpha", 1) != 1:
+    if inner is None or name_of(inner) not in SUBTRACTIONS or inner.kwargs.get("alpha", 1) != 1:
         return node
-    x, peak = inner.args[0], _reduction(inner.args[1], ("amax", "max"), inner.args[0], also=("detach",))
+    x, peak = inner.args[0], _reduction(inner.args[1], MAXIMA, inner.args[0], also=("detach",))
     if peak is None or _normal(argument(peak, 1, "dim"), inner) != _normal(dim, inner):
         return node
     assert isinstance(x, fx.Node)
@@ -194,7 +212,7 @@ def _through_casts(node: object, also: tuple[str, ...] = ()) -> fx.Node | None:
             break
         if name_of(node) != "getitem":
             before, after = source.meta["val"].dtype, node.meta["val"].dtype
-            if before != after and not (name_of(node) in CASTS and before.is_floating_point and after.is_floating_point and after.itemsize > before.itemsize):
+            if before != after and not (name_of(node) in CASTS and _holds(after, before)):
                 break
         node = source
     return node if isinstance(node, fx.Node) else None

@@ -272,6 +272,31 @@ def test_a_bias_that_never_matters_has_a_gradient_of_zeros(kernel: str | None) -
     assert torch.equal(grads[3], torch.zeros(L, L))
 
 
+def test_an_infinite_gradient_at_the_corner_of_abs_is_nan_as_in_eager() -> None:
+    q, k, v = qkv()
+    with torch.no_grad():
+        q[:, :, 2] = 0.0
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).abs().sqrt().softmax(-1) @ v
+
+    result, sites = sites_of(function, q, k, v)
+    assert [s.fused for s in sites] == [True]
+    ours, eager = (torch.autograd.grad(out.sum(), (q, k)) for out in (result, function(q, k, v)))
+    for a, b in zip(ours, eager):
+        assert torch.equal(a.isnan(), b.isnan()) and b.isnan().any()
+
+
+def test_a_checkpoint_that_trains_nothing_runs() -> None:
+    """PyTorch's CPU kernel counts as random, which Inductor refuses to run again in such a checkpoint."""
+    q, k, v = (x.detach() for x in qkv())
+    function = lambda q, k, v: torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=False)  # noqa: E731
+    torch._dynamo.reset()
+    fa_inductor.reset()
+    torch.testing.assert_close(torch.compile(function, backend="flashattn")(q, k, v), attend(q, k, v))
+    assert fa_inductor.counters()["rewritten"] == 1
+
+
 def test_a_division_by_zero_costs_no_model() -> None:
     q, k, v = (torch.randn(B, H, L, D) for _ in range(3))
     result, _ = sites_of(lambda q, k, v: ((q @ k.mT) / 0.0 + torch.zeros(L, L)).softmax(-1) @ v, q, k, v)

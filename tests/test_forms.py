@@ -121,6 +121,21 @@ def exponential_written_twice(q, k, v):
 
 
 @form()
+def maximum_subtracted_before_the_library_softmax(q, k, v):
+    s = q @ k.mT * 0.2
+    return (s - s.amax(-1, keepdim=True).detach()).softmax(-1) @ v
+
+
+@form()
+def maximum_taken_under_no_grad(q, k, v):
+    s = q @ k.mT * 0.2
+    with torch.no_grad():
+        peak = s.max(-1)[0].unsqueeze(-1)
+    e = (s - peak).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@form()
 def sum_clamped(q, k, v):
     s = q @ k.mT * 0.2
     e = torch.exp(s - s.max(-1, keepdim=True)[0])
@@ -461,12 +476,9 @@ CORNERS = {
     "max_of_two": lambda s: torch.max(s, torch.zeros_like(s)),
     "abs": torch.abs,
     "leaky_relu": lambda s: F.leaky_relu(s, 0.1),
-    "elu": lambda s: F.elu(s, 1.3),
-    "softplus": lambda s: F.softplus(s, 2.0, 5.0),
     "silu": F.silu,
     "threshold": lambda s: F.threshold(s, 0.0, -3.0),
     "addcmul": lambda s: torch.addcmul(s, s, s, value=0.1),
-    "lerp": lambda s: torch.lerp(s, s * s, 0.3),
     "cube": lambda s: s**3 * 0.1,
 }
 for _name, _function in CORNERS.items():
@@ -551,6 +563,67 @@ def logsumexp_without_gradient(q, k, v):
     with torch.no_grad():
         total = s.logsumexp(-1, keepdim=True)
     return (s - total).exp() @ v
+
+
+def _without_gradient(step):
+    """A part of a softmax by hand under no_grad: eager's gradient does not go through it."""
+
+    def function(q, k, v):
+        s = q @ k.mT * 0.2
+        e = (s - s.amax(-1, keepdim=True)).exp()
+        total = e.sum(-1) if step is _restored else e.sum(-1, keepdim=True)
+        with torch.no_grad():
+            total = step(total)
+        return (e * total if step in (torch.reciprocal, _over) else e / total) @ v
+
+    return function
+
+
+def _restored(total):
+    return total.unsqueeze(-1)
+
+
+def _over(total):
+    return 1 / total
+
+
+for _step in (_restored, _over, torch.reciprocal, lambda t: t + 1e-9, lambda t: t.clamp(min=1e-9)):
+    miss("grad_mode")(_without_gradient(_step))
+    MISSES[f"no_grad_{len(MISSES)}"] = MISSES.pop("function")
+
+
+@miss("altered_softmax")
+def summed_as_whole_numbers(q, k, v):
+    e = torch.exp(q.detach() @ k.detach().mT * 0.2)
+    return (e / e.sum(-1, keepdim=True, dtype=torch.int64)) @ v
+
+
+@miss("altered_softmax")
+def one_added_and_written_twice(q, k, v):
+    s = q @ k.mT * 0.2
+    return (s.exp() / (1 + s.exp().sum(-1, keepdim=True))) @ v
+
+
+@miss("altered_softmax")
+def logsumexp_detached(q, k, v):
+    s = q @ k.mT * 0.2
+    return (s - s.logsumexp(-1, keepdim=True).detach()).exp() @ v
+
+
+@miss("unsupported_op", lambda: [rand(7, D), rand(9, D), rand(2, 9, D), rand(2, 9)])
+def factor_of_a_batch_that_only_values_have(q, k, v, b):
+    return ((q @ k.mT).softmax(-1) * b[:, None]) @ v
+
+
+@miss("unsupported_op", lambda: [*qkv(), rand(L, L), rand(L, L)])
+def clamped_between_tensors(q, k, v, low, high):
+    """Where the bounds meet neither has a gradient in eager."""
+    return (q @ k.mT).clamp(low, high).softmax(-1) @ v
+
+
+@miss("unsupported_product")
+def product_of_a_chain(q, k, v):
+    return torch.chain_matmul((q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0])
 
 
 @miss("softmax_base")

@@ -64,6 +64,21 @@ def test_a_refused_softmax_is_eagers(function: Callable[..., Tensor], dtype: tor
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_a_softmax_by_hand_in_a_branch_is_reported_and_eagers() -> None:
+    def branch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.transpose(-1, -2) * 0.25
+        e = (s - s.amax(-2, keepdim=True)).exp()
+        return (e / e.sum(-2, keepdim=True)) @ v
+
+    def function(q: Tensor, k: Tensor, v: Tensor, flag: Tensor) -> Tensor:
+        out = (q @ k.transpose(-1, -2) * 0.25).softmax(-1) @ v
+        return out + torch.cond(flag, branch, lambda q, k, v: q * 1.0, (q, k, v))
+
+    inputs = [*qkv(), torch.tensor(True)]
+    torch.testing.assert_close(torch.compile(function, backend="flashattn")(*inputs), function(*inputs))
+    assert fa_inductor.counters()["rewritten"] == 1 and fa_inductor.counters()["refusals"] == {"operator_body": 1}
+
+
 class Seen(CustomGraphPass):
     """A user's own pass."""
 

@@ -80,7 +80,8 @@ def _adjoints(b: ProgramBuilder, node: Node, i: int, g: int) -> list[tuple[int, 
     if op == "sqrt":
         return [(x, b.emit("div", g, b.emit("mul", i, b.const(2.0))))]
     if op == "abs":
-        return [(x, b.emit("where", b.emit("gt", x, zero), g, b.emit("where", b.emit("lt", x, zero), b.emit("neg", g), zero)))]
+        sign = b.emit("where", b.emit("gt", x, zero), one, b.emit("where", b.emit("lt", x, zero), b.const(-1.0), zero))
+        return [(x, b.emit("mul", g, sign))]  # as eager: an infinite gradient at 0 is NaN
     if op in ("min", "max"):
         if node.value is not None:
             wins = b.emit("gt" if op == "max" else "lt", *((y, x) if node.value == "first" else (x, y)))  # beyond a tie

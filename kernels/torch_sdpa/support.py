@@ -34,6 +34,7 @@ HEAD_SIZE = declare("sdpa_head_size", "PyTorch's fused attention kernels are lim
 STRIDES = declare("sdpa_strides", "PyTorch's fused attention reads tensors whose last dimension is contiguous.")
 LENGTHS = declare("sdpa_lengths", "PyTorch's fused attention is not used on empty tensors, nor on CUDA for causal masks of unequal lengths.")
 DEVICE = declare("sdpa_device", "PyTorch's fused attention is used on CPUs and on NVIDIA GPUs from compute capability 8.0.")
+CHECKPOINT = declare("sdpa_checkpoint", "PyTorch's fused attention counts as random, and a checkpoint that trains nothing cannot run random operators again.")
 DETERMINISTIC = declare("sdpa_deterministic", "This PyTorch kernel's backward pass is not deterministic.")
 
 SWALLOWS = -1e30
@@ -148,6 +149,8 @@ def _common(request: AttentionRequest, dtypes: tuple[torch.dtype, ...]) -> list[
     found = []
     if request.q.dtype not in dtypes:
         found.append(Refusal(DTYPE, f"q, k and v are {str(request.q.dtype).removeprefix('torch.')} on {request.device}"))
+    if request.recomputed and not request.needs_grad:
+        found.append(Refusal(CHECKPOINT, "inside a checkpoint, and no gradient is needed"))
     if request.post is not None:
         found.append(Refusal(POST, "the probabilities are multiplied by a factor after the softmax"))
     if any(isinstance(n, int) and n == 0 for t in (request.q, request.k, request.v) for n in t.shape):

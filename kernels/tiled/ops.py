@@ -1,4 +1,7 @@
-"""The kernel as two opaque operators: its loops run in Python over the real sizes, which a trace with symbolic sizes cannot follow."""
+"""The kernel as two opaque operators: its loops run in Python over the real sizes, which a trace with symbolic sizes cannot follow.
+
+They ask the device for facts about the data (rows without a visible key), so Inductor must keep them out of CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def compiled(plan: str) -> Compiled:
     return compile_plan(Plan.from_text(plan))
 
 
-@torch.library.custom_op("fa_inductor::tiled_forward", mutates_args=())
+@torch.library.custom_op("fa_inductor::tiled_forward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], dropout_p: float, seed: Tensor | None, plan: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,7 +39,7 @@ def _(
     return out, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("fa_inductor::tiled_backward", mutates_args=())
+@torch.library.custom_op("fa_inductor::tiled_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def tiled_backward(
     q: Tensor,
     k: Tensor,

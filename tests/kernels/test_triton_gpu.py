@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import CASES, Case, Dims, all_needs, check, problem, run_kernel
 
+import fa_inductor.op  # noqa: F401  (registers the operators)
 from fa_inductor.kernels.triton_fa2 import KERNEL
 from fa_inductor.request import Inputs, Needs
 
@@ -60,15 +61,14 @@ def test_repeatable() -> None:
 
 @pytest.mark.parametrize("form", ["causal_inf", "softcap", "bias_hqk_grad"])
 def test_inductor_launches_the_same_kernels(form: str) -> None:
-    from test_triton_trace import _backward, _forward, _State
-
     p = problem(Case("inductor", form, Dims(2, 4, 2, 130, 130, 64, 64), torch.float16), "cuda")
-    _State.plan, _State.needs, _State.dropout = KERNEL.plan(p.request(0.1)), all_needs(p), 0.1
+    wanted, plan, sizes = all_needs(p), KERNEL.plan(p.request(0.1)).to_text(), list(p.form.sizes)
+    needs = [wanted.q, wanted.k, wanted.v, *wanted.captures]
     seed = torch.tensor([3, 4], device="cuda")
 
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, captures: list[torch.Tensor]) -> list[torch.Tensor]:
-        result = _forward(q, k, v, captures, list(p.form.sizes), seed)
-        return [result[0], *_backward(q, k, v, captures, list(p.form.sizes), seed, list(result), grad)]
+        result = torch.ops.fa_inductor.attention(q, k, v, captures, sizes, 0.1, seed, plan)
+        return [result[0], *torch.ops.fa_inductor.attention_backward(grad, q, k, v, captures, sizes, 0.1, seed, *result, needs, plan)]
 
     arguments = (p.q, p.k, p.v, p.grad_out, list(p.captures))
     for dynamic in (False, True):

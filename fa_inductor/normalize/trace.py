@@ -29,6 +29,8 @@ from .state import Ambient, ambient, restored
 
 FUNCTORCH = declare("normalize_functorch", "Graphs with torch.vmap, torch.func.grad or jvp are compiled as they are; write the batched form instead.")
 
+_FUNCTORCH_MODULES = ("torch._functorch.predispatch", "torch._functorch.eager_transforms", "torch._C._functorch")
+
 PLAIN_WRAPPERS = frozenset({"tag_activation_checkpoint", "wrap"})
 """Higher-order operators ``op(body, *operands)`` that yield ``body(*operands)``."""
 
@@ -158,8 +160,8 @@ def _node_of(value: Any, tracer: Any) -> Any:
 
 def _check_supported(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
-        if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
-            raise Refused(Refusal(FUNCTORCH, f"the graph is inside a function transform ({node.target.__name__})", node.name, location_of(node)))
+        if getattr(node.target, "__module__", "") in _FUNCTORCH_MODULES:
+            raise Refused(Refusal(FUNCTORCH, "the graph runs a function transform (torch.vmap, torch.func)", node.name, location_of(node)))
 
 
 def retrace(gm: fx.GraphModule, values: tuple[Any, ...], mode: FakeTensorMode) -> Trace:

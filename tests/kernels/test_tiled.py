@@ -288,3 +288,9 @@ def test_dropout_on_a_gpu_is_that_of_the_cpu() -> None:
     _, cpu, _ = run_kernel(KERNEL, p, dropout_p=0.5, seed=seed)
     _, gpu, _ = run_kernel(KERNEL, problem("causal_inf", "cuda"), dropout_p=0.5, seed=seed.cuda())
     torch.testing.assert_close(gpu.out.cpu(), cpu.out, rtol=1e-4, atol=1e-5)
+
+
+def test_cuda_graphs_leave_it_out() -> None:
+    """Its loops read facts about the data from the device."""
+    for op in (torch.ops.fa_inductor.tiled_forward.default, torch.ops.fa_inductor.tiled_backward.default):
+        assert torch.Tag.cudagraph_unsafe in op.tags

@@ -141,7 +141,16 @@ class _Region:
             guess = self.lift(space, digits.index(), dict.fromkeys(digits.extent, "b") | {K: "k"})
             if not digits.refine(self._all_indices(guess)):
                 break
-        roles = self._roles(digits, guess)
+        failure: Refused | None = None
+        for roles in self._roles(digits, guess):
+            try:
+                return self._prove_roles(digits, roles)
+            except Refused as refused:
+                failure = failure or refused
+        assert failure is not None
+        raise failure
+
+    def _prove_roles(self, digits: D.Digits, roles: D.Roles) -> AttentionSite:
         space = Space({B: _extent(digits, roles.batch), H: _extent(digits, roles.heads), Q: _extent(digits, roles.query), DV: _extent(digits, roles.value)})
         names: dict[sympy.Symbol, Expr] = {}
         for axis, members in ((B, roles.batch), (H, roles.heads), (Q, roles.query), (DV, roles.value)):
@@ -156,13 +165,13 @@ class _Region:
             found.append(list(chain(self.context, space, *lifted.operand(which)))[-1][1])  # below all expansions: what is really read
         return found
 
-    def _roles(self, digits: D.Digits, guess: Lifted) -> D.Roles:
+    def _roles(self, digits: D.Digits, guess: Lifted) -> list[D.Roles]:
         def free(index: tuple[Expr, ...]) -> set[sympy.Symbol]:
             return set().union(*(i.free_symbols for i in index)) & set(digits.extent)
 
         smallest = {w: min((free(i) for _, i in chain(self.context, guess.lifter.space, *guess.operand(w))), key=len) for w in ("k", "v")}
-        roles = D.assign(digits, free(self._softmax_index), smallest["k"], smallest["v"])
-        if not roles.query and any(x not in smallest["v"] for x in roles.batch + roles.heads):
+        roles = list(D.assignments(digits, guess.second.size, free(self._softmax_index), smallest["k"], smallest["v"]))
+        if not roles[0].query and any(x not in smallest["v"] for x in roles[0].batch + roles[0].heads):
             raise refuse(NOT_CANONICAL, "the keys of the score matmul depend on the query's position (scores mixed across heads?)", self.first)
         return roles
 

@@ -6,7 +6,7 @@ The guess only chooses names. What a site claims is proved afterwards by lifting
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -83,23 +83,31 @@ class Roles:
     value: tuple[sympy.Symbol, ...]
 
 
-def assign(digits: Digits, probability: set[sympy.Symbol], key: set[sympy.Symbol], value: set[sympy.Symbol]) -> Roles:
-    """Roles from which operands depend on which digit: ``probability`` and ``key``, ``value`` are the digits in their indices.
+def assignments(digits: Digits, length: Expr, probability: set[sympy.Symbol], key: set[sympy.Symbol], value: set[sympy.Symbol]) -> Iterator[Roles]:
+    """Roles from which operands depend on which digit, the likeliest first.
 
-    A digit that the keys do not depend on is a query digit; of several, the one nearest the end is, and the others are heads
-    that share their keys (multi-query attention).
+    A digit that keys and values do not depend on is the query, or a group of heads that share their keys: each in turn is tried
+    as the query, first one as long as the keys, then the longest, then the one nearest the end.
+
+    Args:
+        length: number of keys.
+        probability, key, value: the digits in the indices of the probabilities, keys and values.
     """
     order = digits.order()
-    queries = [x for x in order if x in probability and x not in key and x not in value]
-    query = queries[-1:]
-    batch = [x for x in order if x in probability and x not in query]
-    shared = [x for x in batch if x not in key and x not in value]
+    free = [x for x in order if x in probability and x not in key and x not in value]
+    keyed = [x for x in order if x in probability and x not in free]
     channels = tuple(x for x in order if x not in probability)
-    heads = batch[-1:]  # a lone batch dimension counts as heads: only these may share keys
-    if shared and batch[-len(shared) :] == shared:
-        heads = shared
-    rest = tuple(x for x in batch if x not in heads)
-    return Roles(rest, tuple(heads), tuple(query), channels)
+
+    def likely(x: sympy.Symbol) -> tuple[bool, int, int]:
+        extent = digits.extent[x]
+        return extent == length, int(extent) if extent.is_Integer else 0, order.index(x)
+
+    for query in sorted(free, key=likely, reverse=True):
+        shared = [x for x in free if x is not query]
+        own = keyed[-1:] if len(keyed) > 1 or not shared else []  # a lone batch dimension counts as heads: only these may share keys
+        yield Roles(tuple(x for x in keyed if x not in own), (*own, *shared), (query,), channels)
+    if not free:
+        yield Roles(tuple(keyed[:-1]), tuple(keyed[-1:]), (), channels)
 
 
 def axis_index(digits: Sequence[sympy.Symbol], extents: dict[sympy.Symbol, Expr], axis: sympy.Symbol, space: Space) -> dict[sympy.Symbol, Expr]:

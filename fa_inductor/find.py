@@ -33,7 +33,7 @@ def find(graph: fx.Graph) -> list[Candidate]:
     found = {node: _candidate(anchor) for node in graph.nodes if (anchor := softmax.match(node)) is not None}
     parts = {part for candidate in found.values() for part in candidate.anchor.parts}
     for node in graph.nodes:
-        near = near_softmax(node) if node not in parts else None
+        near = near_softmax(node, parts) if node not in parts else None
         if near is not None:
             found[node] = Candidate(near[0], (), (), near[1])
     return [found[node] for node in graph.nodes if node in found]

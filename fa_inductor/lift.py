@@ -260,7 +260,7 @@ class Cuts:
         here = frozenset({node})
         if not self._open(node):
             return here
-        below = frozenset().union(*(self.leaves(n) for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (torch.SymInt, int))))
+        below = frozenset().union(*(self.leaves(n) for n in generators.reads(node) if not isinstance(n.meta.get("val"), (torch.SymInt, int))))
         if any(not self._readable(n) for n in below):
             return here
         cost = sum(elements(n) for n in below) * (8 if views.name_of(node) in _EXPENSIVE else 1)
@@ -271,7 +271,7 @@ class Cuts:
         if not liftable(node) or node.op != "call_function":
             return False
         value = node.meta["val"]
-        inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        inputs = [n for n in generators.reads(node) if isinstance(n.meta.get("val"), torch.Tensor)]
         if not views.is_view(node) and (value.dtype in (torch.int8, torch.uint8, torch.int16, torch.float64) or _may_wrap(node, inputs)):
             return False
         if self.context.is_written(node) and not (views.is_view(node) and not any(self.context.copies_and_changes(node, n) for n in inputs)):

@@ -22,11 +22,11 @@ SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum")
 BASE = declare("softmax_base", "write exp instead: exp2(x) is exp(x * 0.6931471805599453)")
 
 
-def near_softmax(node: fx.Node) -> tuple[Softmax, Refusal] | None:
-    """The softmax that ``node``, an exponential, was meant for, and why it is not taken for one."""
+def near_softmax(node: fx.Node, parts: set[fx.Node]) -> tuple[Softmax, Refusal] | None:
+    """The softmax that ``node``, an exponential, was meant for, and why it is not taken for one; ``parts`` belong to others."""
     if name_of(node) not in ("exp", "exp2"):
         return None
-    values = _elementwise({node})
+    values = _elementwise({node}, parts)
     products = {u for v in values for u in v.users if is_contraction(u)}
     if not products:
         return None
@@ -36,12 +36,12 @@ def near_softmax(node: fx.Node) -> tuple[Softmax, Refusal] | None:
         assert isinstance(source, fx.Node)
         why = Refusal(ALTERED, f"what is subtracted before exp is not {logsum.target} of the same scores over one axis", node.name, location_of(node))
         return Softmax(node, source, node.meta["val"].dim() - 1, "exp(x - logsumexp)", (node,)), why
-    outputs = _elementwise(products)
-    same = _elementwise({node, *_written_again(node)})
+    outputs = _elementwise(products, parts)
+    same = _elementwise({node, *_written_again(node, parts)}, parts)
     for total in sorted({u for v in same for u in v.users if name_of(u) in SUMS}):
         axis = argument(total, 1, "dim")
         axis = axis[0] if isinstance(axis, (list, tuple)) and axis else axis
-        division = _division(_elementwise({total}), values | outputs)
+        division = _division(_elementwise({total}, parts), values | outputs)
         if isinstance(axis, int) and division is not None:
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -66,10 +66,10 @@ def _division(sums: set[fx.Node], values: set[fx.Node]) -> fx.Node | None:
     return None
 
 
-def _written_again(node: fx.Node) -> set[fx.Node]:
+def _written_again(node: fx.Node, parts: set[fx.Node]) -> set[fx.Node]:
     """Other exponentials of the same scores."""
     scores = {n for n in _behind(node) if is_contraction(n)}
-    found = {n for s in scores for n in _elementwise({s}) if name_of(n) in ("exp", "exp2")}
+    found = {n for s in scores for n in _elementwise({s}, parts) if name_of(n) in ("exp", "exp2")}
     return found - {node}
 
 
@@ -85,12 +85,12 @@ def _behind(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def _elementwise(start: set[fx.Node]) -> set[fx.Node]:
-    """What ``start`` reaches through views and elementwise ops, ``start`` included."""
+def _elementwise(start: set[fx.Node], parts: set[fx.Node]) -> set[fx.Node]:
+    """What ``start`` reaches through views and elementwise ops outside ``parts``, ``start`` included."""
     seen, queue = set(start), list(start)
     while queue:
         for user in queue.pop().users:
-            if user not in seen and (liftable(user) or name_of(user) == "detach"):
+            if user not in seen and user not in parts and (liftable(user) or name_of(user) == "detach"):
                 seen.add(user)
                 queue.append(user)
     return seen

@@ -122,6 +122,19 @@ def _places(node: fx.Node) -> list[fx.Node | None]:
     return places + [None] * (node.args[0].meta["val"].dim() - len(places))  # type: ignore[union-attr, return-value]
 
 
+SHAPED_LIKE = frozenset({"full_like", "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones"})
+"""Generators that take a shape, dtype or device from their first argument and none of its values."""
+
+
+def reads(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose values ``node`` depends on."""
+    if name_of(node) not in SHAPED_LIKE:
+        return node.all_input_nodes
+    given: list[fx.Node] = []
+    fx.map_arg((node.args[1:], node.kwargs), given.append)
+    return given
+
+
 def accepts(node: fx.Node) -> bool:
     """May the op be computed per element? Reading a float table in the kernel is left to a rule that also scatters its gradient."""
     if name_of(node) == "arange":

@@ -457,6 +457,49 @@ def test_form_fuses_with_symbolic_sizes(name: str) -> None:
     check(function, inputs(), dynamic=True)
 
 
+# -- where the query stands among heads that share their keys ---------------------------------------------------------------
+def grouped(length: int = L) -> list[Any]:
+    """q (b, q, g, r, d); k, v (b, k, g, d)."""
+    return [rand(B, length, 3, 2, D), rand(B, L, 3, D), rand(B, L, 3, D)]
+
+
+for _order in ("bgrqd", "bqgrd", "qbrgd", "rqgbd", "dqrgb", "gbdrq"):
+    FORMS[f"grouped_einsum_{_order}"] = (
+        (lambda q, k, v, o=_order: torch.einsum(f"bgrqk,bkgd->{o}", torch.einsum("bqgrd,bkgd->bgrqk", q, k).softmax(-1), v)),
+        grouped,
+    )
+    FORMS[f"grouped_cross_{_order}"] = FORMS[f"grouped_einsum_{_order}"][0], lambda: grouped(5)
+
+
+@form(lambda: [rand(L, 2, 4, D), rand(L, 2, D), rand(L, 2, D)])
+def tokens_first_and_shared_keys(q, k, v):
+    s = torch.einsum("qhmd,khd->hmqk", q, k) * 0.125
+    s = s + torch.triu(q.new_full((L, L), -float("inf")), diagonal=1)
+    return torch.einsum("hmqk,khd->qhmd", s.softmax(-1), v).reshape(L, -1)
+
+
+@form(lambda: [rand(L, 2, 4, D), rand(L, 2, D), rand(L, 2, D)])
+def tokens_first_and_expanded_keys(q, k, v):
+    k, v = (x[:, :, None].expand(-1, -1, 4, -1) for x in (k, v))
+    s = torch.einsum("qhmd,khmd->hmqk", q, k) * 0.125
+    s = s + torch.triu(q.new_full((L, L), -float("inf")), diagonal=1)
+    return torch.einsum("hmqk,khmd->qhmd", s.softmax(-1), v).reshape(L, -1)
+
+
+@form(lambda: [rand(B, L, H, D), rand(B, L, D), rand(B, L, D)])
+def multi_query_with_heads_last(q, k, v):
+    s = torch.einsum("bqhd,bkd->bhqk", q, k) * 0.125
+    s = s.masked_fill(torch.ones(L, L, device=DEVICE).triu(1).bool(), -math.inf)
+    return torch.einsum("bhqk,bkd->bqhd", s.softmax(-1), v).flatten(2)
+
+
+@form(lambda: [*qkv(), rand(H, 1, 1)])
+def learned_scale_and_softmax_by_hand(q, k, v, scale):
+    s = (q @ k.mT) * scale.exp() * 0.1
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
 # -- functions with a corner: eager's gradient at the corner itself -------------------------------------------------------
 def on_the_corner() -> list[Any]:
     """Some scores are exactly 0, some biases exactly 0 or 1."""
@@ -803,6 +846,15 @@ def test_masking_again_after_rows_of_minus_infinity_is_refused() -> None:
     result, sites = sites_of(function, *qkv())
     assert sites[0].refusal is not None and sites[0].refusal.code == "post_mask_nan"
     assert torch.isfinite(result).all()
+
+
+@pytest.mark.parametrize("name", ["tokens_first_and_shared_keys", "tokens_first_and_expanded_keys", "multi_query_with_heads_last"])
+def test_the_query_is_found_among_heads(name: str) -> None:
+    """Not one of the heads: then the mask would not be causal, and keys would be expanded for each token."""
+    torch.manual_seed(0)
+    function, inputs = FORMS[name]
+    _, (site,) = sites_of(function, *inputs())
+    assert site.labels == ("causal",) and f", {L}, {D})" in site.shapes.split(", k ")[0], site.shapes
 
 
 @pytest.mark.parametrize("name", ["grouped_repeat_interleave", "grouped_expand_reshape", "grouped_with_one_sequence"])

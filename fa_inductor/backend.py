@@ -90,6 +90,7 @@ class Compilation:
     differentiated: int = 0
     """Of the fused sites, those that need a gradient."""
     broken: bool = False
+    searched: bool = False
     report: GraphReport | None = None
 
     def run(self) -> fx.GraphModule:
@@ -97,11 +98,13 @@ class Compilation:
         dump = Dump.open(self.options.dump)
         dump.write("dynamo", lambda: str(self.original.graph))
         name = f"graph {next(_names)}"
+        promising = has_softmax(self.original)
         if self.options.disabled:
-            why = (Refusal(DISABLED, "FA_INDUCTOR_DISABLE is set"),) if has_softmax(self.original) else ()
+            why = (Refusal(DISABLED, "FA_INDUCTOR_DISABLE is set"),) if promising else ()
             return self._finish(name, dump, (), why, self.original)
+        self.searched = promising
         start = time.perf_counter()
-        normal = normalize(self.original) if has_softmax(self.original) else None
+        normal = normalize(self.original) if promising else None
         self.seconds["normalize"] = time.perf_counter() - start
         if not isinstance(normal, Normalized):
             return self._finish(name, dump, (), () if normal is None else (normal,), self.original)
@@ -123,10 +126,10 @@ class Compilation:
         verdicts: Sequence[_Verdict],
         refusals: tuple[Refusal, ...],
         gm: fx.GraphModule,
-        in_bodies: Sequence[fx.Node] = (),
+        unsearched: Sequence[fx.Node] = (),
     ) -> fx.GraphModule:
         sites = tuple(_site_report(i, v) for i, v in enumerate(verdicts))
-        sites += tuple(_body_report(i, node) for i, node in enumerate(in_bodies, len(sites)))
+        sites += tuple(_body_report(i, node) for i, node in enumerate(unsearched, len(sites)))
         self.report = result = GraphReport(name, sites, refusals, self.seconds)
         dump.write("report.txt", lambda: str(result))
         dump.write("report.json", result.to_json)
@@ -152,7 +155,7 @@ class Compilation:
     @property
     def contents(self) -> Contents:
         """Of the graph that ``run`` returned."""
-        return Contents(self.fused, self.differentiated, has_softmax(self.original) and not self.options.disabled)
+        return Contents(self.fused, self.differentiated, self.searched)
 
     # -- one graph ---------------------------------------------------------------------------------------------------------
     def _graph(self, context: GraphContext) -> list[_Verdict]:

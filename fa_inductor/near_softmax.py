@@ -10,7 +10,7 @@ from torch import fx
 from .lift import liftable
 from .location import location_of
 from .patterns.contraction import is_contraction
-from .patterns.softmax import Softmax
+from .patterns.softmax import DIVISIONS, MULTIPLICATIONS, Softmax
 from .patterns.views import argument, name_of
 from .refusal import Refusal, declare
 
@@ -30,21 +30,19 @@ def near_softmax(node: fx.Node, parts: set[fx.Node]) -> tuple[Softmax, Refusal] 
     products = {u for v in values for u in v.users if is_contraction(u)}
     if not products:
         return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
     logsum = next((n for n in _behind(node) if name_of(n) in ("logsumexp", "log_softmax")), None)
     if logsum is not None:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
         why = Refusal(ALTERED, f"what is subtracted before exp is not {logsum.target} of the same scores over one axis", node.name, location_of(node))
         return Softmax(node, source, node.meta["val"].dim() - 1, "exp(x - logsumexp)", (node,)), why
     outputs = _elementwise(products, parts)
-    same = _elementwise({node, *_written_again(node, parts)}, parts)
+    same = values | _elementwise(_written_again(node, parts), parts)
     for total in sorted({u for v in same for u in v.users if name_of(u) in SUMS}):
         axis = argument(total, 1, "dim")
         axis = axis[0] if isinstance(axis, (list, tuple)) and axis else axis
         division = _division(_elementwise({total}, parts), values | outputs)
         if isinstance(axis, int) and division is not None:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
             return Softmax(node, source, axis % node.meta["val"].dim(), "exp / sum", (node,)), _why(node, division, division in outputs)
     return None
 
@@ -61,7 +59,7 @@ def _why(node: fx.Node, division: fx.Node, deferred: bool) -> Refusal:
 def _division(sums: set[fx.Node], values: set[fx.Node]) -> fx.Node | None:
     """A node that multiplies or divides one of ``values`` by what comes from the sum."""
     for node in sorted(sums):
-        if name_of(node) in ("div", "divide", "true_divide", "mul", "multiply") and any(n in values and n not in sums for n in node.all_input_nodes):
+        if name_of(node) in (*DIVISIONS, *MULTIPLICATIONS) and any(n in values and n not in sums for n in node.all_input_nodes):
             return node
     return None
 

@@ -19,6 +19,8 @@ from .views import argument, name_of
 CASTS = ("to", "_to_copy", "float")
 PURE = frozenset({*CASTS, "exp", "sub", "add", "mul", "div", "neg", "amax", "max", "getitem", "detach"})
 SUBTRACTIONS = ("sub", "subtract")
+DIVISIONS = ("div", "divide", "true_divide")
+MULTIPLICATIONS = ("mul", "multiply")
 MAXIMA = ("amax", "max")
 RESTORE_AXIS = ("unsqueeze", "view", "reshape", "_unsafe_view")
 
@@ -126,9 +128,9 @@ def _exp_over_sum(node: fx.Node) -> Softmax | None:
 
 def _quotients(node: fx.Node) -> list[tuple[object, object]]:
     """(a, b) where ``node`` is a / b, also as a * (1 / b)."""
-    if name_of(node) in ("div", "divide", "true_divide") and node.kwargs.get("rounding_mode") is None:
+    if name_of(node) in DIVISIONS and node.kwargs.get("rounding_mode") is None:
         return [(node.args[0], node.args[1])]
-    if name_of(node) not in ("mul", "multiply"):
+    if name_of(node) not in MULTIPLICATIONS:
         return []
     found: list[tuple[object, object]] = []
     for a, b in (node.args[:2], node.args[1::-1]):

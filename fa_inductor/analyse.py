@@ -15,9 +15,10 @@ import torch
 from torch import fx
 
 from . import digits as D
+from .columns import Columns
 from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction, score_contractions
 from .graph import GraphContext
-from .index import ONE, Expr, Space, equal, product, shape_of
+from .index import ONE, Expr, Space, nonnegative, product, shape_of
 from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
 from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of
@@ -26,7 +27,7 @@ from .patterns.views import argument, name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
 from .refusal import Refused, declare
-from .site import AttentionSite, Axes, Captured, View4
+from .site import AttentionSite, Axes, Captured, Column, View4
 
 NOT_ATTENTION = declare("not_attention", "nothing to do, unless a graph break lies between this softmax and a product with values: then remove the break")
 PRODUCT = declare("unsupported_product", "write the product as @, matmul, bmm, baddbmm or einsum, without out=")
@@ -229,16 +230,15 @@ class _Region:
         if len({n for n, _ in dropped}) > 1:
             raise refuse(DROPOUT_TWICE, "two dropouts stand between softmax and matmul", dropped[-1][0])
         self._softmax_index = reads[0]
-        self._check_axis(reads[0], second)
+        self._check_axis(space, reads[0], second)
         return value, dropped[0] if dropped else None, lifter
 
-    def _check_axis(self, index: tuple[Expr, ...], second: Contraction) -> None:
+    def _check_axis(self, space: Space, index: tuple[Expr, ...], second: Contraction) -> None:
         shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
+        self._first_key = _offset(space, index[dim], second.size, shape[dim])
+        if self._first_key is None:
+            raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, the matmul sums over another", self.second)
         for position, i in enumerate(index):
-            if position == dim and (i != K or not equal(shape[dim], second.size)) and not (shape[dim] == 1 and second.size == 1):
-                sliced = K in i.free_symbols
-                text = f"the matmul sums over {second.size} of its {shape[dim]} places" if sliced else "the matmul sums over another"
-                raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, {text}", self.second)
             if position != dim and K in i.free_symbols:
                 raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, the matmul sums over dimension {position}", self.second)
 
@@ -274,6 +274,19 @@ class _Region:
             raise refuse(NOT_CANONICAL, "the softmax axis belongs to neither or both operands of the score matmul", self.first)
         return score, lifter, first, with_k[0]
 
+    def _columns(self, space: Space, second: Contraction) -> tuple[list[Column], set[fx.Node]]:
+        """The scores beside those of the keys that the softmax runs over too, and the nodes that they are computed by."""
+
+        def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+            if node is self.first:
+                shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
+                text = f"the matmul sums over {second.size} of its {shape[dim]} places"
+                raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, {text}", self.second)
+            return None
+
+        columns = Columns(self.context, space, self.anchor, self._softmax_index, NAMES, K)
+        return columns.read(self._first_key, second.size, leaf, self.before, self.second), columns.touched
+
     # -- the proof ---------------------------------------------------------------------------------------------------------
     def prove(self, space: Space, index: tuple[Expr, ...]) -> AttentionSite:
         if any(e == 0 for e in space.extent.values()):
@@ -285,18 +298,19 @@ class _Region:
             stray = set().union(*(i.free_symbols for i in at)) & (set(space.extent) - names)
             if stray:
                 raise refuse(NOT_CANONICAL, f"{which.upper()} is read at an index that depends on {', '.join(sorted(map(str, stray)))}", node)
+        columns, touched = self._columns(space, lifted.second)
         dtype = self._dtype(lifted)
         views = self._operand_views(space, lifted, dtype)
         output = as_view(space, {B: "b", H: "h", Q: "q", DV: "d"}, self.second, index)
         if output is None:
             raise refuse(OPERANDS, "the output's dimensions do not come apart into batch, head, query and channel", self.second)
         program, post, captures, sizes = self._programs(lifted)
-        region = frozenset(lifted.lifter.touched | {self.first, self.second, self.anchor.output}) - {
+        region = frozenset(lifted.lifter.touched | touched | {self.first, self.second, self.anchor.output}) - {
             n for n in self.context.graph.nodes if n.op == "placeholder"
         }
         escapes = self._escapes(lifted, region)
         chains = {n for w in "qkv" for n, _ in chain(self.context, space, *lifted.operand(w))}
-        self._check_modes(region, chains, captures, views)
+        self._check_modes(region, chains, (*captures, *(c for column in columns for c in column.captures)), views)
         groups = [group_of(space, H, views[w]) for w in "kv"]
         group = groups[1] if groups[0] == space.extent[H] else groups[0]  # the one without a head axis is broadcast to the other's
         axes = Axes(
@@ -304,7 +318,7 @@ class _Region:
         )
         return AttentionSite(
             self.anchor, output, views["q"], views["k"], views["v"], axes, program, post, captures, sizes,
-            lifted.dropout[1] if lifted.dropout else 0.0, dtype, region, escapes,
+            lifted.dropout[1] if lifted.dropout else 0.0, dtype, region, escapes, tuple(columns),
         )  # fmt: skip
 
     def _dtype(self, lifted: Lifted) -> torch.dtype:
@@ -389,6 +403,14 @@ def _transplant(after: Lifter, probability: int, lifter: Lifter, second: fx.Node
         return factor_of(after.builder, probability, lifter.builder, numbers, sizes)
     except Refused as refused:
         raise refuse(refused.refusal.code, refused.refusal.text, second) from None
+
+
+def _offset(space: Space, index: Expr, size: Expr, total: Expr) -> Expr | None:
+    """The first of the ``size`` places, out of ``total``, that ``index`` runs through as k does; None if it does not."""
+    start = sympy.expand(index - K) if K in index.free_symbols else index if size == 1 else None
+    if start is None or start.free_symbols & set(space.extent) or not (nonnegative(start) and nonnegative(sympy.expand(total - start - size))):
+        return None
+    return start
 
 
 def _extent(digits: D.Digits, members: tuple[sympy.Symbol, ...]) -> Expr:

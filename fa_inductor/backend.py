@@ -149,7 +149,7 @@ class Compilation:
 
     def _dump_stages(self, dump: Dump, verdicts: Sequence[_Verdict]) -> None:
         dump.write("sites", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}: {v.site or v.refusal}" for v in verdicts))
-        dump.write("programs", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}\n{v.site.program}\npost: {v.site.post}" for v in verdicts if v.site))
+        dump.write("programs", lambda: "\n\n".join(f"{v.candidate.anchor.output.name}\n{_programs(v.site)}" for v in verdicts if v.site))
         dump.write("selection", lambda: "\n\n".join(_selection(v) for v in verdicts))
 
     @property
@@ -209,7 +209,7 @@ class Compilation:
         if site.dropout_p and torch._inductor.config.fallback_random:
             raise Refused(Refusal(DROPOUT_RANDOM, "dropout with torch._inductor.config.fallback_random", node.name, location_of(node)))
         mask = facts.mask
-        if _has_choice(site) and mask is not None and mask.fill == float("-inf") and not mask.every_row_visible:
+        if _has_choice(site) and not site.columns and mask is not None and mask.fill == float("-inf") and not mask.every_row_visible:
             raise Refused(
                 Refusal(POST_MASK_NAN, "probabilities are masked again after a softmax that may have rows of -inf alone", node.name, location_of(node))
             )
@@ -230,7 +230,8 @@ class Compilation:
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
             tf32=torch.get_float32_matmul_precision() != "highest",
             deterministic=self._deterministic(),
-            masked_rows=self.options.masked_rows,
+            masked_rows="zero" if site.columns else self.options.masked_rows,  # all probability is then the columns'
+            lse=bool(site.columns),
             recomputed=context.recomputed,
         )
         selection: Selection = select(request, self.options.kernel)
@@ -252,6 +253,10 @@ class Compilation:
 def _selection(verdict: _Verdict) -> str:
     said = [f"{kernel}: {reason}" for kernel, reasons in verdict.passed_over for reason in reasons]
     return "\n".join([verdict.candidate.anchor.output.name, str(verdict.plan), *said])
+
+
+def _programs(site: AttentionSite) -> str:
+    return "\n".join([str(site.program), f"post: {site.post}", *(f"also over {c.length} columns: {c.program}" for c in site.columns)])
 
 
 def _has_choice(site: AttentionSite) -> bool:
@@ -286,8 +291,8 @@ def _site_report(index: int, verdict: _Verdict) -> SiteReport:
         kernel=plan.kernel if plan else None,
         config=", ".join(f"{n}={v}" for n, v in plan.config) if plan else "",
         reason=plan.reason if plan else "",
-        labels=plan.facts.labels if plan else recognise_site(site).labels if site else (),
-        program=report.program_maths(site.program) if site else "",
+        labels=(*(plan.facts if plan else recognise_site(site)).labels, *(("sink",) if site.columns else ())) if site else (),
+        program="; softmax also over ".join(report.program_maths(p) for p in (site.program, *(c.program for c in site.columns))) if site else "",
         shapes=verdict.shapes,
         passed_over=tuple(KernelRefusals(k, r) for k, r in verdict.passed_over),
     )

@@ -47,6 +47,12 @@ def equal(x: Expr, y: Expr) -> bool:
     return bool(x == y or sympy.expand(x - y) == 0)
 
 
+def nonnegative(expr: Expr) -> bool:
+    """Provably at least 0, given that sizes are at least 1: 2*s - 1 is."""
+    sizes = {s: 1 + sympy.Dummy(integer=True, nonnegative=True) for s in expr.free_symbols if s.is_positive}
+    return sympy.expand(expr.subs(sizes)).is_nonnegative is True
+
+
 class Space:
     """Symbols with their extents: each symbol s satisfies ``0 <= s < extent[s]``."""
 
@@ -84,10 +90,16 @@ class Space:
             return None if inner is None or exact_quotient(inner, expr.args[1]) is None else expr.args[1]
         return None
 
+    def within(self, expr: Expr, start: Expr, stop: Expr) -> bool:
+        """start <= expr < stop, provably."""
+        return self._fits(sympy.expand(expr - start), sympy.expand(stop - start))
+
     def _fits(self, expr: Expr, size: Expr) -> bool:
         """0 <= expr < size, provably."""
         if expr == 0:
             return True
+        if not nonnegative(expr):
+            return False
         top = self.upper(expr)
         if top is None:
             return False

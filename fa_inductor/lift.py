@@ -19,7 +19,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 from .graph import GraphContext
 from .index import Expr, Space, as_expr, broadcast_index, mixed_radix, shape_of
 from .location import location_of
-from .patterns import generators, pointwise, views
+from .patterns import generators, joins, pointwise, views
 from .program import ProgramBuilder
 from .program.ir import capture_type
 from .refusal import Refusal, Refused, declare
@@ -90,9 +90,11 @@ class Lifter:
         return self._inside(node, index)
 
     def _inside(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
-        below = views.step(self.space, node, index)
+        below = views.step(self.space, node, index) or joins.step(self.space, node, index)
         if below is not None:
             return self.element(*below)
+        if views.name_of(node) in joins.NAMES:
+            raise refuse(REINDEXED, "several parts of a concatenation are read as one", node)
         generated = generators.RULES.get(views.name_of(node))
         if generated is not None:
             value = generated(self, node, index)
@@ -229,6 +231,8 @@ def liftable(node: fx.Node) -> bool:
         return False
     if name in views.RULES:
         return views.step(_UNKNOWN, node, tuple(sympy.Symbol(f"i{d}", integer=True, nonnegative=True) for d in range(node.meta["val"].dim()))) is not None
+    if name in joins.NAMES:
+        return True
     return pointwise.accepts(node) if name in pointwise.RULES else generators.accepts(node)
 
 
@@ -268,7 +272,7 @@ class Cuts:
 
     def _open(self, node: fx.Node) -> bool:
         """May be computed inside the kernel instead of being read."""
-        if not liftable(node) or node.op != "call_function":
+        if not liftable(node) or node.op != "call_function" or views.name_of(node) in joins.NAMES:
             return False
         value = node.meta["val"]
         inputs = [n for n in generators.reads(node) if isinstance(n.meta.get("val"), torch.Tensor)]

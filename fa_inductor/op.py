@@ -52,19 +52,19 @@ def attention(
 @triton_op(
     "fa_inductor::attention_backward",
     mutates_args={},
-    schema=f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, Tensor extra0, Tensor extra1, bool[] needs, str plan) -> Tensor[]",
+    schema=f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, Tensor extra0, Tensor extra1, bool[] needs, str plan) -> Tensor[]",
 )
 def attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float, seed: Tensor | None,
-    out: Tensor, lse: Tensor, extra0: Tensor, extra1: Tensor, needs: list[bool], plan: str,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float,
+    seed: Tensor | None, out: Tensor, lse: Tensor, extra0: Tensor, extra1: Tensor, needs: list[bool], plan: str,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients that ``needs`` (q, k, v, captures…) asks for, in that order."""
+    """The gradients that ``needs`` (q, k, v, captures…) asks for, in that order; ``grad_lse`` as grad_out for the lse, None for zeros."""
     chosen = plan_from_text(plan)
     read = chosen.program.reads() | (chosen.post.reads() if chosen.post is not None else frozenset())
     wanted = Needs(needs[0], needs[1], needs[2], tuple(n and i in read for i, n in enumerate(needs[3:])))
     with without_autocast(q.device.type):
         grads = kernel_named(chosen.kernel).backward(
-            chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed), Forward(out, lse, (extra0, extra1)), grad_out, wanted
+            chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed), Forward(out, lse, (extra0, extra1)), grad_out, wanted, grad_lse
         )
     unread = (torch.zeros_like(c) if n and i not in read else g for i, (c, g, n) in enumerate(zip(captures, grads.captures, needs[3:])))
     found = [grads.q, grads.k, grads.v, *unread]
@@ -76,13 +76,13 @@ def attention_backward(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, captures, sizes, dropout_p, seed, plan = inputs
     out, lse, extra0, extra1 = output
-    ctx.mark_non_differentiable(lse, extra0, extra1)
+    ctx.mark_non_differentiable(extra0, extra1)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *captures, out, lse, extra0, extra1, seed)
     ctx.n_captures, ctx.sizes, ctx.dropout_p, ctx.plan = len(captures), list(sizes), dropout_p, plan
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, *unused: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *unused: Tensor | None) -> tuple[Any, ...]:
     n = ctx.n_captures
     saved = ctx.saved_tensors
     q, k, v, captures = saved[0], saved[1], saved[2], list(saved[3 : 3 + n])
@@ -91,8 +91,10 @@ def _backward(ctx: Any, grad_out: Tensor | None, *unused: Tensor | None) -> tupl
     per_capture = list(wanted[3]) if isinstance(wanted[3], (list, tuple)) else [False] * n
     needs = [bool(w) for w in (*wanted[:3], *per_capture)]
     found: list[Tensor | None] = [None] * (3 + n)
+    if grad_out is None and grad_lse is not None:
+        grad_out = torch.zeros_like(out)
     if grad_out is not None and any(needs):
-        given = iter(attention_backward(grad_out, q, k, v, captures, ctx.sizes, ctx.dropout_p, seed, out, lse, extra0, extra1, needs, ctx.plan))
+        given = iter(attention_backward(grad_out, grad_lse, q, k, v, captures, ctx.sizes, ctx.dropout_p, seed, out, lse, extra0, extra1, needs, ctx.plan))
         found = [next(given) if wanted_one else None for wanted_one in needs]
     sizes: list[None] | None = None if ctx.sizes else []  # an empty list counts as a list of tensors
     return found[0], found[1], found[2], found[3:], sizes, None, None, None

@@ -54,6 +54,8 @@ class AttentionRequest:
     recomputed: bool = False
     """The site is in the body of a checkpoint, which may run again in the backward pass."""
     masked_rows: Literal["eager", "zero"] = "eager"
+    lse: bool = False
+    """The lse is used, and differentiated where the output is."""
 
     @property
     def needs_grad(self) -> bool:
@@ -180,7 +182,7 @@ class Kernel(Protocol):
 
     def forward(self, plan: Plan, inputs: Inputs) -> Forward: ...
 
-    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients: ...
+    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, grad_lse: Tensor | None = None) -> Gradients: ...
 
 
 def _facts_to_json(facts: ProgramFacts) -> dict[str, object]:

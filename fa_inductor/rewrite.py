@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
+from .columns import column_lse, share_of_keys
+from .emitter import Emitter, fake_mode_of
 from .graph import GraphContext
 from .index import ONE, Expr
 from .layout import dense_order, freed_views
@@ -43,26 +44,8 @@ def _spec(node: fx.Node, requires_grad: bool) -> TensorSpec:
     return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype, requires_grad and value.dtype.is_floating_point)
 
 
-class Emitter:
-    """Adds ATen calls before one node, with fake values and the stack trace of that node."""
-
-    def __init__(self, context: GraphContext, before: fx.Node) -> None:
-        self.context, self.before = context, before
-        self.added: list[fx.Node] = []
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.context.graph.inserting_before(self.before):
-            node = self.context.graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in self.before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
-        with _fake_mode_of(node):
-            node.meta["val"] = target(*(_value(a) for a in args), **kwargs)
-        if any(n in self.context.needs_grad for n in node.all_input_nodes):
-            self.context.needs_grad.add(node)
-        self.added.append(node)
-        return node
-
-    def size(self, expr: Expr) -> Any:
-        return self.context.size_node(expr, self.before)
+class SiteEmitter(Emitter):
+    """The operands, the output and the captured tensors of a site."""
 
     # -- operands ----------------------------------------------------------------------------------------------------------
     def canonical(self, view: View4, which: str, extents: dict[str, Expr], dtype: torch.dtype) -> fx.Node:
@@ -136,19 +119,6 @@ class Emitter:
         return self.call(aten.reshape.default, node, [self.size(e) for parts in captured.split for e in parts])
 
 
-def _value(x: Any) -> Any:
-    """Fake value of an argument, lists included."""
-    if isinstance(x, (list, tuple)):
-        return [_value(y) for y in x]
-    return x.meta["val"] if isinstance(x, fx.Node) else x
-
-
-def _fake_mode_of(node: fx.Node) -> Any:
-    """The mode of the inputs' own fake tensors (the tracing context's is another one)."""
-    values = [n.meta.get("val") for n in node.all_input_nodes]
-    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), nullcontext())
-
-
 def _speed(atoms: list[Atom], i: int) -> int:
     """Atoms of one axis keep slow-to-fast order: a remainder is faster than a quotient of it."""
     text = atoms[i].expr
@@ -167,9 +137,9 @@ def _product(atoms: Any) -> Expr:
     return sympy.expand(result)
 
 
-def place(context: GraphContext, site: AttentionSite) -> tuple[Emitter, Placed]:
+def place(context: GraphContext, site: AttentionSite) -> tuple[SiteEmitter, Placed]:
     """Emit the canonical operands of ``site`` before its output node."""
-    emitter = Emitter(context, site.output.node)
+    emitter = SiteEmitter(context, site.output.node)
     ax = site.axes
     assert isinstance(site.dtype, torch.dtype)
     q = emitter.canonical(site.q, "q", {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.d}, site.dtype)
@@ -179,26 +149,24 @@ def place(context: GraphContext, site: AttentionSite) -> tuple[Emitter, Placed]:
     return emitter, Placed(q, k, v, captures, tuple(emitter.size(s) for s in site.size_symbols))
 
 
-def discard(emitter: Emitter) -> None:
+def discard(emitter: SiteEmitter) -> None:
     """Take back what ``place`` emitted (no kernel took the site)."""
     for node in reversed(emitter.added):
         emitter.context.graph.erase_node(node)
 
 
-def replace(context: GraphContext, site: AttentionSite, emitter: Emitter, placed: Placed, plan: Plan) -> fx.Node:
+def replace(context: GraphContext, site: AttentionSite, emitter: SiteEmitter, placed: Placed, plan: Plan) -> fx.Node:
     """Put the fused call in the place of the site's output and drop what is dead; returns the call."""
-    graph, old = context.graph, site.output.node
+    old = site.output.node
     seed = None
     if site.dropout_p:
         device = placed.q.meta["val"].device
         seed = emitter.call(aten.randint.low, -(2**62), 2**62, [2], dtype=torch.int64, device=device)
     call = _attention_call(emitter, site, placed, seed, plan)
-    with graph.inserting_before(old):
-        out = graph.call_function(operator.getitem, (call, 0))
-    out.meta = {**call.meta, "val": call.meta["val"][0]}
-    if call in context.needs_grad:
-        context.needs_grad.add(out)
+    out = _result(emitter, call, 0)
     ax = site.axes
+    if site.columns:
+        out = _with_columns(emitter, site, call, out)
     result = emitter.original(out, site.output, {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.dv}, old.meta["val"].dtype)
     result = emitter.layout(result, old)
     assert result.meta["val"].shape == old.meta["val"].shape, f"rewritten output has shape {result.meta['val'].shape}, not {old.meta['val'].shape}"
@@ -207,14 +175,41 @@ def replace(context: GraphContext, site: AttentionSite, emitter: Emitter, placed
     return call
 
 
-def _attention_call(emitter: Emitter, site: AttentionSite, placed: Placed, seed: fx.Node | None, plan: Plan) -> fx.Node:
+def _with_columns(emitter: SiteEmitter, site: AttentionSite, call: fx.Node, out: fx.Node) -> fx.Node:
+    """The output of a softmax that runs over more columns, from the one that runs over the keys alone (see ``columns``)."""
+    ax = site.axes
+    lse = _result(emitter, call, 1)
+    for column in site.columns:
+        captures = [emitter.capture(c, out.meta["val"].device) for c in column.captures]
+        sizes = [_fake(emitter.size(s)) for s in column.size_symbols]
+        box = [_fake(emitter.size(e)) for e in (ax.b, ax.hq, ax.q, column.length)]
+        total = emitter.record(partial(column_lse, column.program, box, sizes), out, captures)
+        out, lse = emitter.record(share_of_keys, out, lse, total), emitter.record(torch.logaddexp, lse, total)
+    return out
+
+
+def _result(emitter: SiteEmitter, call: fx.Node, position: int) -> fx.Node:
+    """One of the results of the attention call."""
+    with emitter.context.graph.inserting_before(emitter.before):
+        node = emitter.context.graph.call_function(operator.getitem, (call, position))
+    node.meta = {**call.meta, "val": call.meta["val"][position]}
+    if call in emitter.context.needs_grad:
+        emitter.context.needs_grad.add(node)
+    return node
+
+
+def _fake(size: Any) -> Any:
+    return size.meta["val"] if isinstance(size, fx.Node) else size
+
+
+def _attention_call(emitter: SiteEmitter, site: AttentionSite, placed: Placed, seed: fx.Node | None, plan: Plan) -> fx.Node:
     """The op call; its fake value is made from shapes alone, without running the kernel's own code."""
     graph, before = emitter.context.graph, emitter.before
     args = (placed.q, placed.k, placed.v, list(placed.captures), list(placed.sizes), site.dropout_p, seed, plan.to_text())
     with graph.inserting_before(before):
         call = graph.call_function(torch.ops.fa_inductor.attention.default, args)
     q, v = placed.q.meta["val"], placed.v.meta["val"]
-    with _fake_mode_of(call):
+    with fake_mode_of(call):
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         empty = q.new_empty(0)

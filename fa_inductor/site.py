@@ -54,8 +54,20 @@ class Captured:
 
 
 @dataclass(frozen=True)
+class Column:
+    """Scores that each row's normaliser sums besides those of the keys (attention sinks): ``program(b, h, q, k)``, no score, k < ``length``."""
+
+    program: ScoreProgram
+    captures: tuple[Captured, ...]
+    size_symbols: tuple[Expr, ...]
+    length: Expr
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """``output = dropout(softmax(program(Q K^T)) * post) V``; Q, K, V and the output in canonical (B, H, L, D) form.
+
+    With ``columns`` the softmax runs over these scores too, though no value belongs to them.
 
     ``dtype`` is that of the fused call: what both products compute in. ``region`` holds the nodes the fused call replaces.
     """
@@ -75,3 +87,4 @@ class AttentionSite:
     region: frozenset[fx.Node]
     escapes: bool
     """The probabilities are used elsewhere too: the original nodes stay for those users."""
+    columns: tuple[Column, ...] = ()

@@ -1,4 +1,5 @@
-"""Softmax in its spellings: the library op, ``log_softmax().exp()``, and exp / sum by hand, with or without the row maximum.
+"""Softmax in its spellings: the library op, ``log_softmax().exp()``, and exp / sum by hand, with or without the row maximum; also
+with a term more in the sum, as in exp(x) / (1 + sum(exp(x))).
 
 softmax(x) = exp(x - c) / sum(exp(x - c)) for any c that is constant along the axis, so a subtracted maximum is dropped. With the
 maximum subtracted the sum is at least 1, so a tiny number added to it, or a lower limit of at most 1, changes nothing.
@@ -6,6 +7,7 @@ maximum subtracted the sum is at least 1, so a tiny number added to it, or a low
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +31,7 @@ RESTORE_AXIS = ("unsqueeze", "view", "reshape", "_unsafe_view")
 class Softmax:
     """``output = softmax(input, dim)``; ``dim`` is non-negative. ``spelling`` is a word for the report.
 
+    ``terms``: with them it is ``exp(input) / (sum(exp(input), dim) + sum(exp(term)))``, each a number or constant along the axis.
     ``parts``: the nodes from ``input`` to ``output`` that the gradient goes through (it cancels on the side of a subtracted maximum).
     """
 
@@ -37,6 +40,7 @@ class Softmax:
     dim: int
     spelling: str
     parts: tuple[fx.Node, ...] = ()
+    terms: tuple[fx.Node | float, ...] = ()
 
 
 def match(node: fx.Node) -> Softmax | None:
@@ -60,16 +64,16 @@ def _normal(dim: object, node: fx.Node) -> int | None:
     return dim + rank if dim < 0 else dim
 
 
-def _anchor(output: fx.Node, source: object, dim: object, spelling: str) -> Softmax | None:
+def _anchor(output: fx.Node, source: object, dim: object, spelling: str, terms: tuple[fx.Node | float, ...] = ()) -> Softmax | None:
     if not isinstance(source, fx.Node) or "val" not in source.meta or source.meta["val"].dim() == 0:
         return None
     axis = _normal(dim, source)
-    return None if axis is None else Softmax(output, source, axis, spelling, _between(source, output))
+    return None if axis is None else Softmax(output, source, axis, spelling, _between(source, output, terms), terms)
 
 
-def _between(source: fx.Node, output: fx.Node) -> tuple[fx.Node, ...]:
-    """All nodes that ``output`` is made of from ``source``, but for maxima that are subtracted."""
-    found, queue, seen = [], [output], {source, _through_casts(source)}
+def _between(source: fx.Node, output: fx.Node, terms: tuple[fx.Node | float, ...]) -> tuple[fx.Node, ...]:
+    """All nodes that ``output`` is made of from ``source`` and ``terms``, but for maxima that are subtracted."""
+    found, queue, seen = [], [output], {source, _through_casts(source), *terms}
     while queue:
         node = queue.pop()
         found.append(node)
@@ -100,10 +104,12 @@ def _exp_of_difference(node: fx.Node) -> Softmax | None:
     inner = _through_casts(node.args[0]) if name_of(node) == "exp" else None
     if inner is None or name_of(inner) not in SUBTRACTIONS or inner.kwargs.get("alpha", 1) != 1:
         return None
-    x, total = inner.args[0], _reduction(inner.args[1], ("logsumexp",), inner.args[0])
-    if total is None:
-        return None
-    return _anchor(node, x, argument(total, 1, "dim"), "exp(x - logsumexp)")
+    x = inner.args[0]
+    for logsum, *terms in ([inner.args[1]], *_addends(inner.args[1], "logaddexp", inner)):
+        total = _reduction(logsum, ("logsumexp",), x)
+        if total is not None and all(_constant_along(t, argument(total, 1, "dim"), inner) for t in terms):
+            return _anchor(node, x, argument(total, 1, "dim"), "exp(x - logsumexp)", tuple(terms))  # type: ignore[arg-type]
+    return None
 
 
 def _exp_over_sum(node: fx.Node) -> Softmax | None:
@@ -117,13 +123,75 @@ def _exp_over_sum(node: fx.Node) -> Softmax | None:
         plain = _reduction(divisor, ("sum",), exponential)
         total = plain or _reduction(_without_floor(divisor), ("sum",), exponential)
         if total is None:
+            larger = _larger_sum(node, exponential, shifted, divisor)
+            if larger is not None:
+                return larger
             continue
         dim = argument(total, 1, "dim")
         source = without_shift(shifted, dim)
-        if plain is None and source is shifted:
-            continue  # without the maximum the sum may be small, and what is added to it counts
+        if plain is None and source is shifted:  # without the maximum the sum may be small, and what is added to it counts
+            return _larger_sum(node, exponential, shifted, divisor)
         return _anchor(node, source, dim, "exp / sum" if source is shifted else "exp(x - max) / sum")
     return None
+
+
+def _larger_sum(node: fx.Node, exponential: fx.Node, shifted: fx.Node, divisor: object) -> Softmax | None:
+    """exp(y) / (sum(exp(y), dim) + exp(t)), both y and t perhaps less the same limit m >= max(x, dim): the m cancels."""
+    for part, addend in _addends(divisor, "add", node):
+        total = _reduction(part, ("sum",), exponential)
+        if total is None:
+            continue
+        dim = argument(total, 1, "dim")
+        limit = _limit(shifted, dim)
+        term = _logarithm(addend, limit)
+        if term is not None and _constant_along(term, dim, node):
+            return _anchor(node, shifted if limit is None else shifted.args[0], dim, "exp / (sum + term)", (term,))
+    return None
+
+
+def _addends(node: object, name: str, result: fx.Node) -> list[tuple[object, object]]:
+    """(x, y) and (y, x) for ``name(x, y)``."""
+    inner = _through_casts(node)
+    if inner is None or name_of(inner) != name or inner.kwargs.get("alpha", 1) != 1:
+        return []
+    return [(inner.args[0], inner.args[1]), (inner.args[1], inner.args[0])]
+
+
+def _limit(node: fx.Node, dim: object) -> fx.Node | None:
+    """m for ``x - m`` where m is the maximum of some scores over one axis, or a bound on it: ``max(x).clamp(min=0)``."""
+    if name_of(node) not in SUBTRACTIONS or node.kwargs.get("alpha", 1) != 1 or not isinstance(node.args[1], fx.Node):
+        return None
+    limit = node.args[1]
+    peak = _through_casts(limit, also=(*RESTORE_AXIS, "getitem", "detach", "clamp", "clamp_min", "relu", "maximum"))
+    return limit if peak is not None and name_of(peak) in MAXIMA and _constant_along(limit, dim, node) else None
+
+
+def _logarithm(node: object, limit: fx.Node | None) -> fx.Node | float | None:
+    """t where ``node`` is ``exp(t)``, or ``exp(t - limit)`` if there is a limit; None for what is not known to be one."""
+    if isinstance(node, (int, float)):
+        return math.log(node) if limit is None and node > 0 else None
+    inner = _through_casts(node)
+    if inner is None or name_of(inner) != "exp":
+        return None
+    power = inner.args[0]
+    if limit is None:
+        return power if isinstance(power, fx.Node) else None
+    if not isinstance(power, fx.Node) or power.kwargs.get("alpha", 1) != 1:
+        return None
+    if name_of(power) == "neg":
+        return 0.0 if _same(power.args[0], limit) else None
+    x, m = {"sub": power.args[:2], "subtract": power.args[:2], "rsub": power.args[1::-1]}.get(name_of(power), (None, None))  # type: ignore[assignment]
+    return (float(x) if isinstance(x, (int, float)) else x) if m is not None and _same(m, limit) else None  # type: ignore[return-value]
+
+
+def _constant_along(node: object, dim: object, result: fx.Node) -> bool:
+    """A number, or a tensor that broadcasts along axis ``dim`` of ``result``."""
+    axis = _normal(dim, result)
+    if axis is None or not isinstance(node, fx.Node):
+        return axis is not None and isinstance(node, (int, float))
+    shape = shape_of(node.meta["val"])
+    at = axis - (result.meta["val"].dim() - len(shape))
+    return bool(at < 0 or shape[at] == 1)
 
 
 def _quotients(node: fx.Node) -> list[tuple[object, object]]:

@@ -49,7 +49,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Case:
-    """``layout``: see ``LAYOUTS``; ``scale_input`` multiplies q (large scores)."""
+    """``layout``: see ``LAYOUTS``; ``scale_input`` multiplies q (large scores); ``lse``: the lse has a gradient too."""
 
     name: str
     form: str
@@ -58,6 +58,7 @@ class Case:
     layout: str = "bhld"
     masked_rows: str = "eager"
     scale_input: float = 1.0
+    lse: bool = False
 
 
 # -- forms ---------------------------------------------------------------------------------------------------------------
@@ -439,6 +440,11 @@ def _cases() -> Iterator[Case]:
         yield Case(f"causal_inf-blhd-{short}", "causal_inf", SQUARE, dtype=dtype, layout="blhd")
         yield Case(f"plain-long-{short}", "plain", Dims(b=1, lq=65, lk=1030, d=64, dv=64), dtype=dtype)
 
+    for form in ("plain", "causal_inf", "causal_min", "padding_replace_min_hidden_rows", "softcap", "bias_hqk_grad", "alibi_grad", "post_dense_grad"):
+        yield Case(f"{form}-lse", form, GROUPED, lse=True)
+    yield Case("padding_replace_inf_hidden_rows-zero-lse", "padding_replace_inf_hidden_rows", TALL, masked_rows="zero", lse=True)
+    yield Case("causal_inf-bfloat16-lse", "causal_inf", SQUARE, dtype=torch.bfloat16, lse=True)
+
 
 CASES: dict[str, Case] = {case.name: case for case in _cases()}
 FLOAT32_CASES = [name for name, case in CASES.items() if case.dtype == torch.float32]
@@ -455,6 +461,7 @@ class Problem:
     k: Tensor
     v: Tensor
     grad_out: Tensor
+    grad_lse: Tensor | None
     captures: tuple[Tensor, ...]
 
     def inputs(self, dropout_p: float = 0.0, seed: Tensor | None = None) -> Inputs:
@@ -463,7 +470,8 @@ class Problem:
     def to(self, dtype: torch.dtype) -> Problem:
         """The same numbers with floating tensors in another dtype, contiguous."""
         q, k, v, grad_out, *captures = (t.to(dtype) if t.is_floating_point() else t for t in (self.q, self.k, self.v, self.grad_out, *self.captures))
-        return replace(self, q=q, k=k, v=v, grad_out=grad_out, captures=tuple(captures))
+        grad_lse = None if self.grad_lse is None else self.grad_lse.to(dtype)
+        return replace(self, q=q, k=k, v=v, grad_out=grad_out, grad_lse=grad_lse, captures=tuple(captures))
 
     def request(self, dropout_p: float = 0.0, capture_gradients: bool = True, training: bool = True) -> AttentionRequest:
         def spec(t: Tensor, grad: bool) -> TensorSpec:
@@ -483,6 +491,7 @@ class Problem:
             device=self.q.device.type,
             capability=torch.cuda.get_device_capability(self.q.device) if self.q.is_cuda else None,
             masked_rows=self.case.masked_rows,  # type: ignore[arg-type]
+            lse=self.case.lse,
         )
 
 
@@ -500,7 +509,8 @@ def problem(case: Case | str, device: str = "cpu") -> Problem:
     k, v, grad_out = draw(d.b, d.hkv, d.lk, d.d), draw(d.b, d.hkv, d.lk, d.dv), draw(d.b, d.hq, d.lq, d.dv)
     q, k, v = (t.to(device) for t in (q, k, v))
     q, k, v = lay_out(q, k, v, case.layout)
-    return Problem(case, form, q, k, v, grad_out.to(device), tuple(t.to(device) for t in form.captures))
+    grad_lse = torch.randn(d.b, d.hq, d.lq, generator=generator).to(device) if case.lse else None
+    return Problem(case, form, q, k, v, grad_out.to(device), grad_lse, tuple(t.to(device) for t in form.captures))
 
 
 def lay_out(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -567,7 +577,7 @@ def run_kernel(
     inputs = p.inputs(dropout_p, seed)
     with torch.no_grad(), poisoned_memory():
         result = kernel.forward(plan, inputs)
-        gradients = kernel.backward(plan, inputs, result, p.grad_out, needs)
+        gradients = kernel.backward(plan, inputs, result, p.grad_out, needs, p.grad_lse)
     return plan, result, gradients
 
 
@@ -588,7 +598,8 @@ def run_eager(p: Problem, needs: Needs | None = None) -> Results:
     q, k, v, *captures = leaves
     out, lse = eager_attention(p, q, k, v, captures)
     wanted = [t for t in leaves if t.requires_grad]
-    found = dict(zip(map(id, wanted), torch.autograd.grad(out, wanted, p.grad_out), strict=True))
+    outputs, grads = ([out], [p.grad_out]) if p.grad_lse is None else ([out, lse], [p.grad_out, p.grad_lse.to(lse.dtype)])
+    found = dict(zip(map(id, wanted), torch.autograd.grad(outputs, wanted, grads), strict=True))
     gq, gk, gv, *gc = (found.get(id(t)) for t in leaves)
     return named(out.detach(), lse.detach(), Gradients(gq, gk, gv, tuple(gc)))
 

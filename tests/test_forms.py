@@ -568,19 +568,6 @@ def divided_after_the_product(q, k, v):
 
 
 @miss("altered_softmax")
-def one_added_to_the_sum(q, k, v):
-    e = torch.exp(q @ k.mT * 0.2)
-    return (e / (1 + e.sum(-1, keepdim=True))) @ v
-
-
-@miss("altered_softmax")
-def small_sum_with_a_tiny_number(q, k, v):
-    """Without the maximum the sum may be as small as the number that is added."""
-    e = torch.exp(q @ k.mT * 2)
-    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
-
-
-@miss("altered_softmax")
 def sum_over_other_axis(q, k, v):
     e = torch.exp(q @ k.mT * 0.2)
     return (e / e.sum(-2).unsqueeze(-1)) @ v
@@ -639,12 +626,6 @@ for _step in (_restored, _over, torch.reciprocal, lambda t: t + 1e-9, lambda t: 
 def summed_as_whole_numbers(q, k, v):
     e = torch.exp(q.detach() @ k.detach().mT * 0.2)
     return (e / e.sum(-1, keepdim=True, dtype=torch.int64)) @ v
-
-
-@miss("altered_softmax")
-def one_added_and_written_twice(q, k, v):
-    s = q @ k.mT * 0.2
-    return (s.exp() / (1 + s.exp().sum(-1, keepdim=True))) @ v
 
 
 @miss("altered_softmax")

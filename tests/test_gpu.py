@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import test_columns  # noqa: F401 (adds its forms to FORMS)
 import test_forms
 import torch
 from fusing import check

@@ -256,5 +256,20 @@ def test_a_dimension_that_is_split_and_merged_is_itself_again() -> None:
     assert view_index(blocks, (S0, 8 * S1), (S0, S1, sympy.Integer(8)), inner) == (i, k)
 
 
+def test_an_index_that_may_be_negative_does_not_fit() -> None:
+    i = sympy.Symbol("i", integer=True, nonnegative=True)
+    space = Space({i: sympy.Integer(2)})
+    assert space.div(2 * S0 - 2 + i, S0) == 2 + FloorDiv(i - 2, S0)  # 2 would be wrong: the last two of two rows lie in row 1
+    assert space.mod(2 * S0 - 2 + i, S0) == Mod(i - 2, S0)
+    assert space.div(2 * S0 - 1 + i, S0 + 1) == FloorDiv(2 * S0 - 1 + i, S0 + 1)
+
+
+def test_within_is_proved() -> None:
+    i = sympy.Symbol("i", integer=True, nonnegative=True)
+    space = Space({i: S0})
+    assert space.within(i, sympy.Integer(0), S0) and space.within(i + 3, sympy.Integer(3), S0 + 3) and space.within(i + 2 * S0 - 1, S0, 3 * S0)
+    assert not space.within(i, sympy.Integer(0), S0 - 1) and not space.within(i + 3, sympy.Integer(4), S0 + 4) and not space.within(i, sympy.Integer(0), S1)
+
+
 def test_a_negative_literal_left_by_a_size_is_a_remainder() -> None:
     assert Space({}).mod(2 * S0 - 1, sympy.Integer(2)) == 1

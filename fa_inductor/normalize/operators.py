@@ -38,7 +38,7 @@ def functional_form(editor: Editor, node: fx.Node, *, autocast: bool, stands_alo
     if target is aten.zero_.default:
         return editor.call(node, node, aten.zeros_like.default, x)
     functional = functional_overload(target)
-    if functional is None or (torch.Tag.nondeterministic_seeded in target.tags and not _may_redraw(target)):
+    if functional is None or (torch.Tag.nondeterministic_seeded in target.tags and not _may_redraw(node)):
         raise Impossible(f"{target} has no functional form that gives the same result")
     if autocast and _autocast_rule(functional) and not _autocast_rule(target):
         raise Impossible(f"autocast has a rule for {functional} and none for {target}")
@@ -81,9 +81,14 @@ def functional_overload(op: OpOverload) -> OpOverload | None:
     return found if same else None
 
 
-def _may_redraw(op: OpOverload) -> bool:
-    """The functional form can be another kernel that draws other numbers: not where Inductor is told to reproduce eager's."""
-    return op in _RANDOM and not inductor_config.fallback_random
+def _may_redraw(node: fx.Node) -> bool:
+    """The functional form can be another kernel that draws other numbers: not where Inductor is told to reproduce eager's.
+
+    A dropout in evaluation, or of nothing, draws none.
+    """
+    if node.target is aten.dropout_.default and (node.args[1] == 0 or not node.args[2]):
+        return True
+    return node.target in _RANDOM and not inductor_config.fallback_random
 
 
 @cache

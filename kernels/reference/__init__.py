@@ -5,8 +5,8 @@ With ``score = Q K^T`` (query head h reads key head h // (Hq // Hkv)) and natura
     S = program(score)                P = softmax_k(S)             lse = logsumexp_k(S)
     P_eff = P * post * keep / (1-p)   O = P_eff V
 
-    dV = P_eff^T dO                   dP_eff = dO V^T              dP = dP_eff * post * keep / (1-p)
-    dS = P * (dP - rowsum(dO * O))    dscore = program'(score) dS  dQ = dscore K, dK = dscore^T Q
+    dV = P_eff^T dO                          dP_eff = dO V^T              dP = dP_eff * post * keep / (1-p)
+    dS = P * (dP - rowsum(dO * O) + dlse)    dscore = program'(score) dS  dQ = dscore K, dK = dscore^T Q
 
 A row whose S is all -inf has P = NaN, as in eager PyTorch, or 0 under ``masked_rows="zero"``; its lse is -inf in both.
 Arithmetic is float64 for float64 inputs and float32 otherwise.
@@ -56,9 +56,11 @@ class ReferenceKernel:
             result = empty_output(inputs.q, inputs.v.shape[-1], str(plan.get("layout"))).copy_(out)
         return Forward(result, lse, (lse.new_empty(0), lse.new_empty(0)))
 
-    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, keep: Tensor | None = None) -> Gradients:
+    def backward(
+        self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, grad_lse: Tensor | None = None, keep: Tensor | None = None
+    ) -> Gradients:
         with without_autocast(inputs.q.device.type):
-            return _Attention(plan, inputs, keep).backward(grad_out, needs)
+            return _Attention(plan, inputs, keep).backward(grad_out, grad_lse, needs)
 
 
 def dropout_mask(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
@@ -90,12 +92,15 @@ class _Attention:
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.p_eff @ self._heads(self.v), torch.logsumexp(self.s, dim=-1)
 
-    def backward(self, grad_out: Tensor, needs: Needs) -> Gradients:
+    def backward(self, grad_out: Tensor, grad_lse: Tensor | None, needs: Needs) -> Gradients:
         d_o = grad_out.to(self.dtype)
         out, _ = self.forward()
         dp_eff = d_o @ self._heads(self.v).transpose(-1, -2)
         dp = dp_eff if self.factor is None else dp_eff * self.factor
-        ds = self.p * (dp - (d_o * out).sum(-1, keepdim=True))
+        delta = (d_o * out).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            delta = delta - grad_lse.to(self.dtype).unsqueeze(-1)
+        ds = self.p * (dp - delta)
         wanted = [i for i, need in enumerate(needs.captures) if need]
         gradient = gradient_program(self.plan.program, wanted)
         values = self._evaluate(gradient.program, grad=ds)

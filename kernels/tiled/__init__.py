@@ -53,7 +53,7 @@ class TiledKernel:
         out, lse, low = tiled_forward(inputs.q, inputs.k, inputs.v, list(inputs.captures), list(inputs.sizes), inputs.dropout_p, inputs.seed, plan.to_text())
         return Forward(out, lse, (low, lse.new_empty(0)))
 
-    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients:
+    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, grad_lse: Tensor | None = None) -> Gradients:
         flags = [needs.q, needs.k, needs.v, *needs.captures]
         found = tiled_backward(
             inputs.q,
@@ -67,6 +67,7 @@ class TiledKernel:
             result.lse,
             result.extra[0],
             grad_out,
+            grad_lse,
             flags,
             plan.to_text(),
         )

@@ -300,16 +300,16 @@ class Attention:
         lo[place] = torch.where(high.isfinite(), low, 0.0).view(shape4[:3])
 
     # -- backward ------------------------------------------------------------------------------------------------------
-    def backward(self, out: Tensor, hi: Tensor, lo: Tensor, grad_out: Tensor, needs: Sequence[bool]) -> list[Tensor]:
-        return Backward(self, out, hi, lo, grad_out, needs).run()
+    def backward(self, out: Tensor, hi: Tensor, lo: Tensor, grad_out: Tensor, grad_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor]:
+        return Backward(self, out, hi, lo, grad_out, grad_lse, needs).run()
 
 
 class Backward:
     """State of one backward call; results in the order q, k, v, captures, empty where not needed."""
 
-    def __init__(self, call: Attention, out: Tensor, hi: Tensor, lo: Tensor, grad_out: Tensor, needs: Sequence[bool]) -> None:
+    def __init__(self, call: Attention, out: Tensor, hi: Tensor, lo: Tensor, grad_out: Tensor, grad_lse: Tensor | None, needs: Sequence[bool]) -> None:
         self.call, self.needs = call, needs
-        self.out, self.hi, self.lo, self.grad_out = out, hi, lo, grad_out
+        self.out, self.hi, self.lo, self.grad_out, self.grad_lse = out, hi, lo, grad_out, grad_lse
         plan = call.plan
         wanted = tuple(i for i, need in enumerate(needs[3:]) if need)
         derivative = call.compiled.derivative(wanted)
@@ -338,6 +338,8 @@ class Backward:
         call = self.call
         q, out, d_o, hi, lo = (call.tile(t, chunk, rows) for t in (call.q, self.out, self.grad_out, self.hi, self.lo))
         delta = (out * d_o).sum(-1, keepdim=True)
+        if self.grad_lse is not None:
+            delta = delta - call.tile(self.grad_lse, chunk, rows)
         everything = self.visit_everything(hi)
         if call.plan.masked_rows == "zero":
             # such a row has probabilities 0 (S - 0 = -inf) and output 0

@@ -52,12 +52,13 @@ def tiled_backward(
     lse: Tensor,
     lse_low: Tensor,
     grad_out: Tensor,
+    grad_lse: Tensor | None,
     needs: Sequence[bool],
     plan: str,
 ) -> list[Tensor]:
     """Gradients of q, k, v and the captures: empty tensors where ``needs`` says no."""
     with torch.no_grad(), without_autocast(q.device.type):
-        return Attention(compiled(plan), q, k, v, captures, sizes, dropout_p, seed).backward(out, lse, lse_low, grad_out, needs)
+        return Attention(compiled(plan), q, k, v, captures, sizes, dropout_p, seed).backward(out, lse, lse_low, grad_out, grad_lse, needs)
 
 
 @tiled_backward.register_fake
@@ -73,6 +74,7 @@ def _(
     lse: Tensor,
     lse_low: Tensor,
     grad_out: Tensor,
+    grad_lse: Tensor | None,
     needs: Sequence[bool],
     plan: str,
 ) -> list[Tensor]:

@@ -55,7 +55,8 @@ class TorchSdpaKernel:
         with without_autocast(inputs.q.device.type):
             return _FORWARD[str(plan.get("backend"))](plan, inputs, float(str(plan.get("scale"))), bool(plan.get("causal")))
 
-    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients:
+    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, grad_lse: Tensor | None = None) -> Gradients:
+        assert grad_lse is None, "sites whose lse is used are not served"
         assert not plan.get("offset"), "sites with a mask or bias are served without gradients only"
         # the operators take a gradient with a last stride of 1; cuDNN's gave wrong gradients where its layout was not the output's (H200, torch 2.11)
         grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2) if plan.get("layout") == "blhd" else grad_out.contiguous()

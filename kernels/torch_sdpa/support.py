@@ -27,6 +27,7 @@ PROGRAM = declare("sdpa_program", "PyTorch's fused attention takes scale * score
 MASK = declare("sdpa_mask", "The mask depends on query and key together: it would have to be stored, so kernels that compute it are used instead.")
 ROWS = declare("sdpa_rows", "Rows without a visible key would differ from eager PyTorch; show that every row sees a key, or use another kernel.")
 GRADIENT = declare("sdpa_gradient", "PyTorch's fused attention has no exact gradient for a site with a mask or bias; the project's own kernels have.")
+LSE = declare("sdpa_lse", "PyTorch's fused attention has no gradient for the rows' normalisers; the project's own kernels have.")
 POST = declare("sdpa_post", "PyTorch's fused attention has no factor on the probabilities.")
 DROPOUT = declare("sdpa_dropout", "PyTorch's fused attention on the CPU has no dropout.")
 DTYPE = declare("sdpa_dtype", "PyTorch's fused attention takes float16 and bfloat16, and float32 on the CPU.")
@@ -151,6 +152,8 @@ def _common(request: AttentionRequest, dtypes: tuple[torch.dtype, ...]) -> list[
         found.append(Refusal(DTYPE, f"q, k and v are {str(request.q.dtype).removeprefix('torch.')} on {request.device}"))
     if request.recomputed and not request.needs_grad:
         found.append(Refusal(CHECKPOINT, "inside a checkpoint, and no gradient is needed"))
+    if request.lse:
+        found.append(Refusal(LSE, "the rows' normalisers are used, and differentiated"))
     if request.post is not None:
         found.append(Refusal(POST, "the probabilities are multiplied by a factor after the softmax"))
     if any(isinstance(n, int) and n == 0 for t in (request.q, request.k, request.v) for n in t.shape):

@@ -43,10 +43,10 @@ class TritonFA2:
 
         return forward(plan, inputs)
 
-    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients:
+    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, grad_lse: Tensor | None = None) -> Gradients:
         from .backward import backward
 
-        return backward(plan, inputs, result, grad_out, needs)
+        return backward(plan, inputs, result, grad_out, grad_lse, needs)
 
 
 KERNEL = TritonFA2()

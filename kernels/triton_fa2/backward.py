@@ -19,14 +19,14 @@ from .traits import LoadGradient, Traits
 _PROGRAMS = 1024  # dense gradients: programs that keep a large GPU busy
 
 
-def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients:
+def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, grad_lse: Tensor | None, needs: Needs) -> Gradients:
     traits = traits_of(plan)
     wanted = tuple(i for i, n in enumerate(needs.captures) if n)
     _, gradients = traits.backward_flavour(True, wanted)
     dense = [g for g in gradients if {"q", "k"} <= set(g.letters)]
     by_key = tuple(g for g in gradients if "k" in g.letters and "q" not in g.letters)
     by_row = tuple(g for g in gradients if "k" not in g.letters)
-    shared = _shared(traits, inputs, result, grad_out)
+    shared = _shared(traits, inputs, result, grad_out, grad_lse)
     sums: list[tuple[LoadGradient, Tensor]] = []
     dq = _rows(plan, inputs, shared, needs.q, by_row, sums)
     dk, dv = _columns(plan, inputs, shared, needs, by_key, sums)
@@ -36,8 +36,8 @@ def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, need
     return Gradients(dq, dk, dv, captures)
 
 
-def _shared(traits: Traits, inputs: Inputs, result: Forward, grad_out: Tensor) -> dict[str, Any]:
-    """Arguments of every gradient kernel; runs the kernel that computes delta."""
+def _shared(traits: Traits, inputs: Inputs, result: Forward, grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Any]:
+    """Arguments of every gradient kernel; runs the kernel that computes delta. The lse's gradient adds P dlse to dS = P (dP - delta)."""
     q, out = inputs.q, result.extra[1] if traits.exact_delta else result.out
     batch, heads, length, _ = q.shape
     delta = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
@@ -48,6 +48,8 @@ def _shared(traits: Traits, inputs: Inputs, result: Forward, grad_out: Tensor) -
     if extra:
         arguments |= {"LSE": result.lse, **extra}
     launch(delta_kernel(traits.plan), tiles(length, 64) * batch * heads, arguments, BLOCK_M=64, num_warps=4, num_stages=1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
     if traits.split_lse:
         extra["LSE_LOW"] = result.extra[0]
     tensors = tensor_arguments({"Q": q, "K": inputs.k, "V": inputs.v, "DO": grad_out})

@@ -59,7 +59,7 @@ def test_dropout_with_a_given_mask(form: str) -> None:
     keep = torch.rand((SMALL.b, SMALL.hq, SMALL.lq, SMALL.lk), generator=torch.Generator().manual_seed(1)) >= 0.25
     plan, inputs, needs = KERNEL.plan(p.request(0.25)), p.inputs(0.25, torch.tensor([1, 2])), all_needs(p)
     result = KERNEL.forward(plan, inputs, keep)
-    gradients = KERNEL.backward(plan, inputs, result, p.grad_out, needs, keep)
+    gradients = KERNEL.backward(plan, inputs, result, p.grad_out, needs, keep=keep)
     # the same function, with the factor folded into the post-softmax factor of the eager form
     q, k, v, *captures = (t.clone().requires_grad_(t.is_floating_point()) for t in (p.q, p.k, p.v, *p.captures))
     ones = torch.eye(SMALL.lk, dtype=torch.float64).expand(SMALL.b, SMALL.hkv, SMALL.lk, SMALL.lk)
@@ -94,8 +94,8 @@ class _Wrong:
             result.out[:, :, -1, -1] = torch.nan
         return replace(result, lse=result.lse + 1e-4) if self.what == "lse" else result
 
-    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs) -> Gradients:
-        gradients = KERNEL.backward(plan, inputs, result, grad_out, needs)
+    def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, grad_lse: Tensor | None = None) -> Gradients:
+        gradients = KERNEL.backward(plan, inputs, result, grad_out, needs, grad_lse)
         (capture,) = gradients.captures
         assert gradients.k is not None and capture is not None
         if self.what == "dk":

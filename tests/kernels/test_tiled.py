@@ -81,7 +81,7 @@ def test_dropout_is_the_reference_with_the_same_mask(form: str, monkeypatch: pyt
     reference = REFERENCE.plan(exact.request(0.3))
     inputs = exact.inputs(0.3, seed)
     wanted = REFERENCE.forward(reference, inputs, keep)
-    wanted_gradients = REFERENCE.backward(reference, inputs, wanted, exact.grad_out, needs, keep)
+    wanted_gradients = REFERENCE.backward(reference, inputs, wanted, exact.grad_out, needs, keep=keep)
     for name, want in named(wanted.out, wanted.lse, wanted_gradients).tensors.items():
         got = named(result.out, result.lse, gradients).tensors[name].double()
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
@@ -206,7 +206,7 @@ def test_memory_is_linear(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = Attention(compile_plan(KERNEL.plan(p.request())), p.q, p.k, p.v, p.captures, p.form.sizes, 0.0, None)
     with torch.no_grad(), _Largest() as largest:
         out, hi, lo = call.forward()
-        call.backward(out, hi, lo, p.grad_out, [True, True, True, *p.form.differentiable])
+        call.backward(out, hi, lo, p.grad_out, None, [True, True, True, *p.form.differentiable])
     assert largest.elements < length * length / 8
 
 
@@ -219,7 +219,7 @@ def test_operators_pass_opcheck(name: str, layout: str) -> None:
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(tiled_forward, (*common, plan), test_utils=checks)
     out, lse, low = tiled_forward(*common, plan)
-    torch.library.opcheck(tiled_backward, (*common, out, lse, low, p.grad_out, [True, False, True, *p.form.differentiable], plan), test_utils=checks)
+    torch.library.opcheck(tiled_backward, (*common, out, lse, low, p.grad_out, None, [True, False, True, *p.form.differentiable], plan), test_utils=checks)
 
 
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])

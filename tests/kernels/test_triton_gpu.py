@@ -68,7 +68,7 @@ def test_inductor_launches_the_same_kernels(form: str) -> None:
 
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, captures: list[torch.Tensor]) -> list[torch.Tensor]:
         result = torch.ops.fa_inductor.attention(q, k, v, captures, sizes, 0.1, seed, plan)
-        return [result[0], *torch.ops.fa_inductor.attention_backward(grad, q, k, v, captures, sizes, 0.1, seed, *result, needs, plan)]
+        return [result[0], *torch.ops.fa_inductor.attention_backward(grad, None, q, k, v, captures, sizes, 0.1, seed, *result, needs, plan)]
 
     arguments = (p.q, p.k, p.v, p.grad_out, list(p.captures))
     for dynamic in (False, True):

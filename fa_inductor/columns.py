@@ -1,0 +1,89 @@
+"""Scores that a softmax runs over besides those of the keys: attention sinks, null columns, the 1 of softmax-plus-one.
+
+    P = exp(s) / (sum_k exp(s) + sum_j exp(t_j))        O = O_keys * sigmoid(lse - logsumexp_j(t_j))
+
+O_keys and lse are those of the keys alone, which a kernel computes; the rest is elementwise on rows and differentiated by
+autograd through the lse. The columns' scores t_j are lifted like all others, so they may be anything but products of their own
+with many keys (Xiao et al. 2023, arXiv:2309.17453; the sinks of gpt-oss; Miller 2023, "Attention is off by one").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import softplus
+
+from .graph import GraphContext
+from .index import ONE, ZERO, Expr, Space, shape_of
+from .lift import Leaf, Lifter, refuse
+from .patterns.softmax import Softmax
+from .program import Coordinates, ProgramBuilder, ScoreProgram, evaluate
+from .refusal import declare
+from .site import Captured, Column
+
+JOINED = declare("joined_scores", "only a few columns that are the same for every key (attention sinks) may be joined to the scores of one matrix product")
+MOST = 16
+"""More scores than these besides the keys' own are another attention, whose scores would have to be in memory."""
+
+
+class Columns:
+    """What the rows of ``anchor`` sum over besides ``size`` keys, which begin at place ``first``.
+
+    Args:
+        index: of the probabilities; its entry at the softmax's dimension is ignored.
+        names, key: the program's index names; a column is read at the index that ``key`` stands for.
+        leaf, carriers: as for the lifter of the keys' scores; ``leaf`` raises Refused where a column is one of them.
+    """
+
+    def __init__(
+        self, context: GraphContext, space: Space, anchor: Softmax, index: tuple[Expr, ...], names: dict[sympy.Symbol, str], key: sympy.Symbol
+    ) -> None:
+        self.context, self.space, self.anchor, self.index = context, space, anchor, index
+        self.names, self.key = names, key
+        self.found: list[Column] = []
+        self.touched: set[fx.Node] = set()
+
+    def read(self, first: Expr, size: Expr, leaf: Leaf, carriers: set[fx.Node], output: fx.Node) -> list[Column]:
+        total = shape_of(self.anchor.input.meta["val"])[self.anchor.dim]
+        for start, length in ((ZERO, first), (first + size, sympy.expand(total - first - size))):
+            if length == 0:
+                continue
+            lifter = self._lifter(length, leaf, carriers)
+            self._add(lifter, lifter.element(self.anchor.input, self._at(start + self.key)), length)
+            if not (length.is_Integer and length <= MOST):
+                raise refuse(JOINED, f"the softmax runs over {length} scores besides those of the {size} keys", output)
+        for term in self.anchor.terms:
+            lifter = self._lifter(ONE, leaf, carriers)
+            self._add(lifter, lifter.operand(term, self._at(ZERO)), ONE)
+        return self.found
+
+    def _at(self, place: Expr) -> tuple[Expr, ...]:
+        return (*self.index[: self.anchor.dim], place, *self.index[self.anchor.dim + 1 :])
+
+    def _lifter(self, length: Expr, leaf: Leaf, carriers: set[fx.Node]) -> Lifter:
+        return Lifter(self.context, Space({**self.space.extent, self.key: length}), self.names, leaf, carriers, ProgramBuilder())
+
+    def _add(self, lifter: Lifter, value: int, length: Expr) -> None:
+        program = lifter.builder.finish(lifter.builder.convert(value, "float"))
+        captures = tuple(Captured(n, lifter.splits.get(n)) for n in lifter.captured)
+        self.found.append(Column(program, captures, tuple(lifter.size_symbols), length))
+        self.touched |= lifter.touched
+
+
+def column_lse(program: ScoreProgram, box: Sequence[Any], sizes: Sequence[Any], out: Tensor, captures: Sequence[Tensor]) -> Tensor:
+    """log sum exp of the scores of ``program`` over its columns, fp32, broadcastable to (B, H, Lq); ``box``: B, H, Lq and how many columns."""
+    b, h, q, k = ((0, n) for n in box)
+    (scores,) = evaluate(program, Coordinates(b, h, q, k), captures=captures, sizes=sizes, device=out.device)
+    return scores.squeeze(-1) if box[3] == 1 else scores.expand(*scores.shape[:3], box[3]).logsumexp(-1)
+
+
+def share_of_keys(out: Tensor, lse: Tensor, columns: Tensor) -> Tensor:
+    """``out`` times ``sigmoid(lse - columns)``, the share of each row's probability that the columns leave.
+
+    Written so that its gradient, the columns' share, keeps its digits where it is small (1 - sigmoid does not).
+    """
+    return (out * torch.exp(-softplus(columns - lse)).unsqueeze(-1)).to(out.dtype)

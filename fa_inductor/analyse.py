@@ -46,7 +46,9 @@ ESCAPED_DROPOUT = declare(
 )
 EMPTY = declare("empty", "nothing to do: the attention has no elements")
 ADDEND = declare("output_addend", "the matmul after the softmax adds another tensor or scales; a plain matmul and a separate addition can be fused")
-BLOCKED = declare("blocked_probabilities", "this op on the probabilities has no meaning inside a fused kernel; move it out of the path from softmax to matmul")
+BLOCKED = declare(
+    "blocked_probabilities", "between softmax and matmul only views, casts, dropout and products with a factor can be fused; move this op out of that path"
+)
 DROPS_ALL = declare("dropout_of_everything", "p=1 leaves nothing to compute; a smaller p can be fused")
 DROPOUT_TWICE = declare("dropout_twice", "one dropout between softmax and matmul can be fused")
 DTYPE = declare("dtype", "attention runs fused in float16, bfloat16 and float32")
@@ -263,6 +265,8 @@ class _Region:
 
         lifter = Lifter(self.context, space, names, leaf, self.before, builder)
         score = builder.convert(lifter.element(self.anchor.input, self._softmax_index), "float")
+        if self.anchor.factor != 1:
+            score = builder.emit("mul", score, builder.const(self.anchor.factor))
         if len({(c.lhs_index, c.rhs_index) for c in reads}) != 1:
             raise refuse(REINDEXED, "the scores are read at two different places", self.first)
         first = reads[0]

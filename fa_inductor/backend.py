@@ -21,6 +21,7 @@ from .analyse import DTYPE, analyse
 from .counters import record_graph
 from .dump import Dump
 from .find import Candidate, find
+from .finite import scores_are_finite
 from .graph import GraphContext
 from .inductor import Contents, compile_with_inductor
 from .location import location_of, module_path_of, source_line_of
@@ -39,7 +40,7 @@ DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention agai
 DROPOUT_RANDOM = declare("fallback_random", "a fused dropout cannot draw eager's random numbers; unset torch._inductor.config.fallback_random to fuse")
 POST_MASK_NAN = declare(
     "post_mask_nan",
-    "give rows without a visible key one, or drop one of the two masks: eager turns their NaN into 0 after the softmax",
+    "eager turns such a row's NaN into 0 after the softmax: give each row a visible key, use a finite fill, or drop one of the two masks",
 )
 SHARED = declare("shared_output", "one softmax for each matmul is fused; this one is computed as before, and multiplies the other's probabilities")
 INTERNAL = declare("internal_error", "this is a bug in fa_inductor: the site runs unfused; please report the message with the code at that line")
@@ -208,11 +209,9 @@ class Compilation:
         facts = recognise_site(site)
         if site.dropout_p and torch._inductor.config.fallback_random:
             raise Refused(Refusal(DROPOUT_RANDOM, "dropout with torch._inductor.config.fallback_random", node.name, location_of(node)))
-        mask = facts.mask
-        if _has_choice(site) and not site.columns and mask is not None and mask.fill == float("-inf") and not mask.every_row_visible:
-            raise Refused(
-                Refusal(POST_MASK_NAN, "probabilities are masked again after a softmax that may have rows of -inf alone", node.name, location_of(node))
-            )
+        if _has_choice(site) and not scores_are_finite(site, facts):
+            why = "probabilities are masked again after a softmax that may have rows of -inf alone, or NaN"
+            raise Refused(Refusal(POST_MASK_NAN, why, node.name, location_of(node)))
         emitter, placed = place(context, site)
         specs = placed.specs(context)
         device = placed.q.meta["val"].device

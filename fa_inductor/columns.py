@@ -68,7 +68,10 @@ class Columns:
         return Lifter(self.context, Space({**self.space.extent, self.key: length}), self.names, leaf, carriers, ProgramBuilder())
 
     def _add(self, lifter: Lifter, value: int, length: Expr) -> None:
-        program = lifter.builder.finish(lifter.builder.convert(value, "float"))
+        value = lifter.builder.convert(value, "float")
+        if self.anchor.factor != 1:
+            value = lifter.builder.emit("mul", value, lifter.builder.const(self.anchor.factor))
+        program = lifter.builder.finish(value)
         captures = tuple(Captured(n, lifter.splits.get(n)) for n in lifter.captured)
         self.found.append(Column(program, captures, tuple(lifter.size_symbols), length))
         self.touched |= lifter.touched

@@ -67,6 +67,18 @@ class GraphContext:
                 return write
         return None
 
+    def gradient_reaches(self, start: fx.Node, end: fx.Node) -> bool:
+        """Does eager's gradient of ``end`` reach ``start``? Through a comparison none does: that is None, not zeros."""
+        seen, queue = {start}, [start]
+        while queue:
+            node = queue.pop()
+            if node is end:
+                return node in self.needs_grad
+            found = [u for u in node.users if u in self.needs_grad and u not in seen and self.order.get(u, -1) <= self.order[end]]
+            seen.update(found)
+            queue += found
+        return False
+
     def _scan(self, grad_enabled: bool) -> None:
         mode = grad_enabled
         for position, node in enumerate(self.graph.nodes):

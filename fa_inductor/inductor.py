@@ -44,6 +44,8 @@ def compile_with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], set
     if not contents.fused:
         return compile_fx(gm, example_inputs, config_patches=settings or None)  # type: ignore[return-value]
 
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta.pop("val", None)  # for the C++ wrapper Inductor would take it for the example input, and it asks for no gradient
     called = False
 
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -10,7 +10,8 @@ from torch import fx
 from .lift import liftable
 from .location import location_of
 from .patterns.contraction import is_contraction
-from .patterns.softmax import DIVISIONS, MULTIPLICATIONS, Softmax
+from .patterns.exponentials import DIVISIONS, MULTIPLICATIONS, power
+from .patterns.softmax import Softmax
 from .patterns.views import argument, name_of
 from .refusal import Refusal, declare
 
@@ -18,39 +19,53 @@ DEFERRED = declare("deferred_division", "divide before the product: (e / e.sum(-
 ALTERED = declare(
     "altered_softmax", "only exp(x) / exp(x).sum(dim, keepdim=True) is a softmax, x perhaps less its maximum; then a tiny number may be added to the sum"
 )
+OTHERS = ("_safe_softmax", "_masked_softmax")
 SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum")
-BASE = declare("softmax_base", "write exp instead: exp2(x) is exp(x * 0.6931471805599453)")
 
 
 def near_softmax(node: fx.Node, parts: set[fx.Node]) -> tuple[Softmax, Refusal] | None:
     """The softmax that ``node``, an exponential, was meant for, and why it is not taken for one; ``parts`` belong to others."""
-    if name_of(node) not in ("exp", "exp2"):
+    if name_of(node) in OTHERS:
+        return _other(node)
+    if power(node) is None:
         return None
     values = _elementwise({node}, parts)
     products = {u for v in values for u in v.users if is_contraction(u)}
     if not products:
         return None
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    logsum = next((n for n in _behind(node) if name_of(n) in ("logsumexp", "log_softmax")), None)
+    source = power(node)[0]  # type: ignore[index]
+    logsum = next((n for n in _behind(node) if name_of(n) in ("logsumexp", "log_softmax") or _log_of_exponentials(n)), None)
     if logsum is not None:
-        why = Refusal(ALTERED, f"what is subtracted before exp is not {logsum.target} of the same scores over one axis", node.name, location_of(node))
+        what = "the log of the sum of the exponentials" if name_of(logsum) == "log" else logsum.target
+        why = Refusal(ALTERED, f"what is subtracted before exp is not {what} of the same scores over one axis", node.name, location_of(node))
         return Softmax(node, source, node.meta["val"].dim() - 1, "exp(x - logsumexp)", (node,)), why
     outputs = _elementwise(products, parts)
     same = values | _elementwise(_written_again(node, parts), parts)
-    for total in sorted({u for v in same for u in v.users if name_of(u) in SUMS}):
-        axis = argument(total, 1, "dim")
+    for total in sorted({u for v in same for u in v.users if name_of(u) in SUMS} | products):
+        axis = argument(total, 1, "dim") if total not in products else -1
         axis = axis[0] if isinstance(axis, (list, tuple)) and axis else axis
-        division = _division(_elementwise({total}, parts), values | outputs)
+        division = _division(_elementwise({total}, parts), values if total in products else values | outputs)
         if isinstance(axis, int) and division is not None:
-            return Softmax(node, source, axis % node.meta["val"].dim(), "exp / sum", (node,)), _why(node, division, division in outputs)
+            deferred = not any(n in values for n in division.all_input_nodes)
+            return Softmax(node, source, axis % node.meta["val"].dim(), "exp / sum", (node,)), _why(node, division, deferred)
     return None
+
+
+def _log_of_exponentials(node: fx.Node) -> bool:
+    sums = [n for n in _behind(node) if name_of(n) in SUMS] if name_of(node) == "log" else []
+    return any(power(n) is not None for s in sums for n in s.all_input_nodes)
+
+
+def _other(node: fx.Node) -> tuple[Softmax, Refusal] | None:
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or source.meta["val"].dim() == 0:
+        return None
+    why = Refusal(ALTERED, f"{node.target} treats rows without a visible key in its own way", node.name, location_of(node))
+    return Softmax(node, source, source.meta["val"].dim() - 1, name_of(node), (node,)), why
 
 
 def _why(node: fx.Node, division: fx.Node, deferred: bool) -> Refusal:
     where = division.name, location_of(division)
-    if name_of(node) == "exp2":
-        return Refusal(BASE, "the powers of this softmax by hand have base 2", node.name, location_of(node))
     if deferred:
         return Refusal(DEFERRED, "the matrix product with exp(x) is divided by the sum of exp(x) afterwards", *where)
     return Refusal(ALTERED, f"what {division.target} applies to exp(x) is not its own sum over one axis", *where)

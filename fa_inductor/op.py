@@ -107,6 +107,16 @@ def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 attention.register_autograd(_backward, setup_context=_setup_context)
 attention_backward.register_autograd(_no_double_backward)
 
+
+@torch.library.custom_op("fa_inductor::own_copy", mutates_args=())
+def own_copy(x: Tensor) -> Tensor:
+    """``x`` in memory of its own, with its strides. Opaque: Inductor removes a plain clone of what the backward pass saves."""
+    return x.clone()
+
+
+own_copy.register_fake(torch.empty_like)
+own_copy.register_autograd(lambda ctx, grad: grad)
+
 # the calls of a final graph that stand for one fused attention: one per kernel and direction
 _FORWARD = re.compile(r"fa_inductor\.tiled_forward|_scaled_dot_product_\w*attention(_for_cpu)?(\.|$)|^fa2_forward$")
 _BACKWARD = re.compile(r"fa_inductor\.tiled_backward|_scaled_dot_product_\w*attention\w*_backward|^fa2_delta$")

@@ -62,6 +62,10 @@ class AttentionRequest:
         return any(t.requires_grad for t in (self.q, self.k, self.v, *self.captures))
 
 
+_LINE = "|"
+"""Between the lines of a program in a plan's text."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A kernel's answer: everything it needs besides tensors, sizes and the seed. Travels through the graph by value, as text."""
@@ -84,12 +88,12 @@ class Plan:
         return dict(self.config)[name]
 
     def to_text(self) -> str:
-        """Canonical text: equal plans give equal text."""
-        return json.dumps(
+        """Canonical text: equal plans give equal text. Without double quotes and backslashes, which Inductor's C++ wrapper does not escape."""
+        text = json.dumps(
             {
                 "kernel": self.kernel,
-                "program": to_text(self.program),
-                "post": to_text(self.post) if self.post else None,
+                "program": to_text(self.program).replace("\n", _LINE),
+                "post": to_text(self.post).replace("\n", _LINE) if self.post else None,
                 "facts": _facts_to_json(self.facts),
                 "config": sorted(self.config),
                 "tf32": self.tf32,
@@ -100,14 +104,16 @@ class Plan:
             sort_keys=True,
             separators=(",", ":"),
         )
+        assert not set(text) & {"'", "\\"}, f"a plan's words need no quotes or backslashes: {text}"
+        return text.replace('"', "'")
 
     @staticmethod
     def from_text(text: str) -> Plan:
-        data = json.loads(text)
+        data = json.loads(text.replace("'", '"'))
         return Plan(
             kernel=data["kernel"],
-            program=from_text(data["program"]),
-            post=from_text(data["post"]) if data["post"] else None,
+            program=from_text(data["program"].replace(_LINE, "\n")),
+            post=from_text(data["post"].replace(_LINE, "\n")) if data["post"] else None,
             facts=_facts_from_json(data["facts"]),
             config=tuple((name, value) for name, value in data["config"]),
             tf32=data["tf32"],

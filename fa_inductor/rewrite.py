@@ -16,6 +16,7 @@ from .emitter import Emitter, fake_mode_of
 from .graph import GraphContext
 from .index import ONE, Expr
 from .layout import dense_order, freed_views
+from .patterns import views
 from .patterns.views import name_of
 from .request import Plan, TensorSpec
 from .site import Atom, AttentionSite, Captured, View4
@@ -50,7 +51,7 @@ class SiteEmitter(Emitter):
     # -- operands ----------------------------------------------------------------------------------------------------------
     def canonical(self, view: View4, which: str, extents: dict[str, Expr], dtype: torch.dtype) -> fx.Node:
         """The operand as a (B, H, L, D) tensor of ``dtype``."""
-        node = self.own(view.node)
+        node = self.trained(self.own(view.node), view.node)
         atoms = [a for dimension in view.dimensions for a in dimension]
         if any(len(d) != 1 for d in view.dimensions):
             node = self.call(aten.reshape.default, node, [self.size(a.extent) for a in atoms])
@@ -93,12 +94,20 @@ class SiteEmitter(Emitter):
         saved = bool(self.context.needs_grad)
         return self.call(aten.clone.default, node) if saved and self.context.is_written_after(node, self.context.order[self.before]) else node
 
+    def trained(self, node: fx.Node, source: fx.Node) -> fx.Node:
+        """``node``, detached where eager gives ``source`` no gradient: the op would give zeros."""
+        if source not in self.context.needs_grad or self.context.gradient_reaches(source, self.before):
+            return node
+        node = self.call(aten.detach.default, node)
+        self.context.needs_grad.discard(node)
+        return node
+
     def layout(self, node: fx.Node, old: fx.Node) -> fx.Node:
         """``node`` in the memory layout of ``old``, if that could be seen; a tensor of its own if it is written to later."""
         written = self.context.is_written_after(old, self.context.order[old])
-        views = None if written else freed_views(old)
-        if views is not None:
-            for view in views:
+        freed = None if written else freed_views(old)
+        if freed is not None:
+            for view in freed:
                 view.target = aten.reshape.default
             return node
         order = dense_order(old)
@@ -113,7 +122,7 @@ class SiteEmitter(Emitter):
         if not isinstance(node.meta["val"], Tensor):
             one = self.call(aten.full.default, [], 1.0, dtype=torch.float32, device=device)
             return self.call(aten.mul.Tensor, one, node)  # scalar_tensor would put a guard on the number
-        node = self.own(node)
+        node = self.trained(self.own(node), node)
         if captured.split is None:
             return node
         return self.call(aten.reshape.default, node, [self.size(e) for parts in captured.split for e in parts])
@@ -167,12 +176,38 @@ def replace(context: GraphContext, site: AttentionSite, emitter: SiteEmitter, pl
     ax = site.axes
     if site.columns:
         out = _with_columns(emitter, site, call, out)
+    saved = out
     result = emitter.original(out, site.output, {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.dv}, old.meta["val"].dtype)
     result = emitter.layout(result, old)
     assert result.meta["val"].shape == old.meta["val"].shape, f"rewritten output has shape {result.meta['val'].shape}, not {old.meta['val'].shape}"
     old.replace_all_uses_with(result)
+    if not site.columns and saved in context.needs_grad and _returned(saved):
+        _share_copy(context, saved)
     _erase_dead(context, old, site.region)
     return call
+
+
+def _returned(node: fx.Node) -> bool:
+    """Is ``node``, or what may share its memory, an output of the graph?"""
+    seen, queue = {node}, [node]
+    while queue:
+        for user in queue.pop().users:
+            if user.op == "output":
+                return True
+            aliases = name_of(user) in views.RULES or name_of(user) in ("detach", "split", "chunk", "unbind", "split_with_sizes", "getitem")
+            if user not in seen and (aliases or (name_of(user) == "to" and user.meta["val"].dtype == node.meta["val"].dtype)):
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
+def _share_copy(context: GraphContext, saved: fx.Node) -> None:
+    """The backward pass reads the output: who gets it from the graph may write to it, as eager lets them, so they get a copy."""
+    with context.graph.inserting_after(saved):
+        copy = context.graph.call_function(torch.ops.fa_inductor.own_copy.default, (saved,))
+    copy.meta = dict(saved.meta)
+    context.needs_grad.add(copy)
+    saved.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
 def _with_columns(emitter: SiteEmitter, site: AttentionSite, call: fx.Node, out: fx.Node) -> fx.Node:

@@ -77,6 +77,32 @@ def log_softmax_exp(q, k, v):
 
 
 @form()
+def powers_of_two(q, k, v):
+    e = torch.exp2(q @ k.mT * 0.2)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@form()
+def powers_of_a_number_less_the_maximum(q, k, v):
+    s = q @ k.mT * 0.2
+    e = 10 ** (s - s.amax(-1, keepdim=True))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@form()
+def less_the_logarithm_of_the_sum(q, k, v):
+    s = q @ k.mT * 0.2
+    return torch.exp(s - s.exp().sum(-1, keepdim=True).log()) @ v
+
+
+@form()
+def log_softmax_by_hand(q, k, v):
+    s = q @ k.mT
+    s = s - s.amax(-1, keepdim=True)
+    return torch.exp(s - torch.log(s.exp().sum(-1))[..., None]) @ v
+
+
+@form()
 def minus_logsumexp(q, k, v):
     s = q @ k.mT * 0.2
     return torch.exp(s - torch.logsumexp(s, -1, keepdim=True)) @ v
@@ -650,10 +676,26 @@ def product_of_a_chain(q, k, v):
     return torch.chain_matmul((q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0])
 
 
-@miss("softmax_base")
-def powers_of_two(q, k, v):
-    e = torch.exp2(q @ k.mT * 0.2)
-    return (e / e.sum(-1, keepdim=True)) @ v
+@miss("altered_softmax")
+def softmax_with_its_own_rule_for_hidden_rows(q, k, v):
+    return torch.ops.aten._safe_softmax(q @ k.mT, -1) @ v
+
+
+@miss("altered_softmax", lambda: [x.detach() for x in qkv()])
+def softmax_with_a_mask_of_its_own(q, k, v):
+    return torch._masked_softmax(q @ k.mT, torch.zeros(B, H, L, L, dtype=torch.bool, device=DEVICE), -1, 2) @ v
+
+
+@miss("altered_softmax")
+def divided_by_a_product_with_ones(q, k, v):
+    e = torch.exp(q @ k.mT * 0.2)
+    return e / (e @ torch.ones(L, 1, device=DEVICE)) @ v
+
+
+@miss("altered_softmax")
+def less_the_logarithm_of_another_sum(q, k, v):
+    s = q @ k.mT
+    return (s - torch.log((2 * s).exp().sum(-1, keepdim=True))).exp() @ v
 
 
 class _Attention(torch.autograd.Function):
@@ -845,3 +887,42 @@ def test_key_heads_are_not_expanded(name: str) -> None:
     _, (site,) = sites_of(function, *inputs())
     batch = inputs()[0].shape[0]
     assert f"k ({batch}, 2, {L}, {D})" in site.shapes, site.shapes
+
+
+HIDDEN_ROW = torch.zeros(L, L).index_fill(0, torch.tensor([2]), -math.inf)
+"""An additive mask under which row 2 sees no key."""
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda s, mask: s + mask,
+        lambda s, mask: s + mask.exp().log(),
+        lambda s, mask: s - (1 / mask.exp() - 1),
+        lambda s, mask: (s + (1 - mask.exp()) * torch.finfo(torch.float32).min) * 2,
+        lambda s, mask: s * torch.where(mask == 0, 1.0, math.inf),
+        lambda s, mask: (s * mask.exp()).relu().log(),
+    ],
+)
+def test_choosing_away_what_may_be_nan_is_refused(scores: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Rows that may be -inf alone in other ways than by a fill."""
+    mask, hidden = HIDDEN_ROW, HIDDEN_ROW < 0
+    _, (site,) = sites_of(lambda q, k, v: scores(q @ k.mT, mask).softmax(-1).masked_fill(hidden, 0.0) @ v, *qkv())
+    assert site.refusal is not None and site.refusal.code == "post_mask_nan", str(site)
+
+
+@pytest.mark.parametrize("extra", ["learned", "product", "shifted"])
+def test_choosing_away_next_to_what_is_finite_fuses(extra: str) -> None:
+    """A learned bias, or another product of activations moved about, is as finite as the scores."""
+    hidden = HIDDEN_ROW < 0
+    table = torch.nn.Parameter(torch.randn(H, L, L))
+
+    def function(q: Tensor, k: Tensor, v: Tensor, other: Tensor) -> Tensor:
+        bias = table if extra == "learned" else q @ other if extra == "product" else F.pad(q @ other, (1, 0))[..., :-1]
+        s = ((q @ k.mT + bias) * 0.3).masked_fill(hidden, torch.finfo(q.dtype).min)
+        return s.softmax(-1).masked_fill(hidden, 0.0) @ v
+
+    torch.manual_seed(0)
+    result, (site,) = sites_of(function, *(inputs := [*qkv(), rand(D, L)]))
+    assert site.fused, str(site)
+    torch.testing.assert_close(result, function(*inputs))

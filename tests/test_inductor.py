@@ -127,3 +127,21 @@ def test_what_was_surely_meant_to_be_fused_is_not_left_in_silence(options: dict[
         torch.compile(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, backend="flashattn", options=options)(q, k, v)
     (said,) = [r.getMessage() for r in caplog.records if r.name == "fa_inductor"]
     assert "test_inductor.py:" in said and "stays unfused" in said and word in said
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_cpp_wrapper(train: bool) -> None:
+    """The plan is a string argument in generated C++, where Inductor escapes nothing."""
+    q, k, v = (torch.randn(2, 2, 9, 8).requires_grad_(train) for _ in range(3))
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (torch.tanh(q @ k.mT / 3) * torch.arange(9)).softmax(-1) @ v
+
+    torch._dynamo.reset()
+    fa_inductor.reset()
+    result = torch.compile(function, backend="flashattn", options={"cpp_wrapper": True})(q, k, v)
+    assert fa_inductor.counters()["rewritten"] == 1
+    torch.testing.assert_close(result, function(q, k, v))
+    if train:
+        ours, eager = (torch.autograd.grad(out.sum(), (q, k, v)) for out in (result, function(q, k, v)))
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)

@@ -50,7 +50,7 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
         "dropout": request.dropout_p > 0,
         "exact_delta": size == 2 and sums_over_keys(request),
         "split": wide == 256 and size == 2,
-        "precision": "" if size == 2 else f', input_precision="{"tf32" if request.tf32 else "ieee"}"',
+        "precision": "" if size == 2 else "tf32" if request.tf32 else "ieee",
     }
     for name, launch in launches.items():
         fitted = _fit(name, _shrink(name, launch, request), request, limit)

@@ -100,7 +100,7 @@ def gradient_tile(
 
     Expects ``q_t k_t v_t do_t lse low delta q_idx k_idx`` and, on edge tiles, the column condition ``k_in`` (and ``q_in``).
     """
-    precision = traits.plan.get("precision")
+    precision = traits.precision
     along_q, along_k, shape = ("[:, None]", "[None, :]", "[BLOCK_M, BLOCK_N]") if rows else ("[None, :]", "[:, None]", "[BLOCK_N, BLOCK_M]")
     dot = (lambda q, k: f"tl.dot({q}, tl.trans({k}){precision})") if rows else (lambda q, k: f"tl.dot({k}, tl.trans({q}){precision})")
     name = f"{prefix}{flavour.name[0]}"
@@ -256,7 +256,7 @@ def _rows_tile(traits: Traits, flavour: Flavour, want: Wanted, sums: list[tuple[
         *lines,
     ]
     if want_dq:
-        out += [f"dq = tl.dot(({results.pop(0)}).to(k_t.dtype), k_t, dq{traits.plan.get('precision')})"]
+        out += [f"dq = tl.dot(({results.pop(0)}).to(k_t.dtype), k_t, dq{traits.precision})"]
     return [*out, *(f"g{i} += tl.sum({r}, 1)" for (i, _), r in zip(sums, results, strict=True))]
 
 
@@ -343,7 +343,7 @@ def _columns_tile(traits: Traits, flavour: Flavour, want: Wanted, sums: list[tup
     condition = "q_in[:, None]" if flavour.edge else None
     values = [*([1] if "k" in want.tensors else []), *(r for _, r in sums)]
     lines, results = gradient_tile(traits, flavour, False, "q", want, hoisted, values)
-    precision = traits.plan.get("precision")
+    precision = traits.precision
     out = ["m0 = t * BLOCK_M", "q_rows = m0 + m_local"]
     out += ["q_in = q_rows < Lq"] if flavour.edge else []
     out += [

@@ -87,7 +87,7 @@ def _tile(traits: Traits, flavour: Flavour, hoisted: list[str]) -> list[str]:
     """Statements of one key tile."""
     d_in, dv_in = padded(traits)
     rows = "k_in[:, None]" if flavour.edge else None
-    precision = traits.plan.get("precision")
+    precision = traits.precision
     renderer = Renderer(flavour.program, {"score": "s", "b": "b", "h": "h", "q": "q_idx", "k": "k_idx"}, ("k",), flavour.name[0])
     y = renderer.value(flavour.program.result) if flavour.scale is None else "s"
     post_hoisted, post_lines, factor = post_factor(traits, "k", f"p{flavour.name[0]}")

@@ -124,6 +124,12 @@ class Traits:
         """Row maxima are kept in natural units, because some term may be too large for base-2 units."""
         return not moderate(self.plan.program, self.plan.program.result)
 
+    @property
+    def precision(self) -> str:
+        """How products of fp32 inputs are computed, as an argument of ``tl.dot``; nothing to say in half precision."""
+        word = self.plan.get("precision")
+        return f', input_precision="{word}"' if word else ""
+
     @cached_property
     def split_lse(self) -> bool:
         """An lse near a huge fill loses log(l): the rounding error is kept in a second tensor."""

@@ -20,10 +20,11 @@ TRITON_REFUSES = {"five_dimensional_two_biases"}
 """A learned bias that lacks part of the merged batch: its gradient is not a plain reduction."""
 
 MIXED = {"padding_one_minus", "causal_additive_triu", "window_mask_per_image"}
-"""A float32 mask makes float32 probabilities, which eager refuses to multiply with values of a lower precision."""
+"""A float32 mask makes float32 probabilities, which eager refuses to multiply with values of a lower precision. In float16, fills overflow
+and tiny exponentials are 0."""
 EAGER_REFUSES = {
     torch.bfloat16: MIXED,
-    torch.float16: MIXED | {"merged_batch_and_heads_masked", "causal_inplace", "key_padding", "key_padding_of_everything"},  # fills overflow
+    torch.float16: MIXED | {"merged_batch_and_heads_masked", "causal_inplace", "key_padding", "key_padding_of_everything", "plus_a_tiny_number_that_counts"},
 }
 
 

@@ -23,6 +23,7 @@ from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
 from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of
 from .patterns.contraction import OTHER_PRODUCTS, Contraction, describe, is_contraction
+from .patterns.exponentials import shifts
 from .patterns.views import argument, name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
@@ -131,6 +132,7 @@ class _Region:
     def __init__(self, context: GraphContext, candidate: Candidate, second: fx.Node, first: fx.Node) -> None:
         self.context, self.candidate, self.anchor = context, candidate, candidate.anchor
         self.second, self.first = second, first
+        self.shifts = shifts(self.anchor.input, self.anchor.dim)
         last = context.order[second]
         self.after = reachable(self.anchor.output, last, context.order)
         self.before = reachable(first, context.order[self.anchor.output], context.order)
@@ -248,6 +250,8 @@ class _Region:
         reads: list[Contraction] = []
 
         def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+            if node in self.shifts:
+                return lifter.element(self.shifts[node], index)
             if node is not self.first:
                 return None
             found = describe(node, index, DIM)
@@ -282,6 +286,8 @@ class _Region:
         """The scores beside those of the keys that the softmax runs over too, and the nodes that they are computed by."""
 
         def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+            if node in self.shifts:
+                return lifter.element(self.shifts[node], index)
             if node is self.first:
                 shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
                 text = f"the matmul sums over {second.size} of its {shape[dim]} places"

@@ -21,9 +21,10 @@ from .analyse import DTYPE, analyse
 from .counters import record_graph
 from .dump import Dump
 from .find import Candidate, find
-from .finite import scores_are_finite
+from .finite import rule_for_rows
 from .graph import GraphContext
 from .inductor import Contents, compile_with_inductor
+from .library_calls import LIBRARY, LibraryCall, write_out
 from .location import location_of, module_path_of, source_line_of
 from .normalize import Normalized, normalize
 from .options import Options, parse
@@ -93,6 +94,8 @@ class Compilation:
     broken: bool = False
     searched: bool = False
     report: GraphReport | None = None
+    calls: dict[fx.Node, LibraryCall] = field(default_factory=dict)
+    """Library calls that are written out; by their softmax."""
 
     def run(self) -> fx.GraphModule:
         """The graph for Inductor: rewritten, or the original if nothing was."""
@@ -111,6 +114,8 @@ class Compilation:
             return self._finish(name, dump, (), () if normal is None else (normal,), self.original)
         dump.write("normalized", lambda: str(normal.gm.graph))
         start = time.perf_counter()
+        for gm in (normal.gm, *(gm for _, gm in normal.subgraphs)):
+            self.calls |= write_out(gm)
         outer = GraphContext(normal.gm, torch.is_grad_enabled())
         bodies = [GraphContext(gm, torch.is_grad_enabled(), outer.written) for _, gm in normal.subgraphs]
         verdicts = [v for context in (outer, *bodies) for v in self._graph(context)]
@@ -176,6 +181,9 @@ class Compilation:
             self._guarded(verdict, lambda v: self._rewrite(context, v))
             if verdict.plan is not None:
                 claimed.add(node)
+        for verdict in (library := [v for v in verdicts if v.candidate.anchor.output in self.calls]):
+            self.calls[verdict.candidate.anchor.output].settle(verdict.plan is not None)
+        verdicts = [v for v in verdicts if v.plan is not None or v not in library]
         self._guarded_graph(context.gm, verdicts)
         return verdicts
 
@@ -209,7 +217,8 @@ class Compilation:
         facts = recognise_site(site)
         if site.dropout_p and torch._inductor.config.fallback_random:
             raise Refused(Refusal(DROPOUT_RANDOM, "dropout with torch._inductor.config.fallback_random", node.name, location_of(node)))
-        if _has_choice(site) and not scores_are_finite(site, facts):
+        rows = rule_for_rows(site, facts)
+        if rows is None:
             why = "probabilities are masked again after a softmax that may have rows of -inf alone, or NaN"
             raise Refused(Refusal(POST_MASK_NAN, why, node.name, location_of(node)))
         emitter, placed = place(context, site)
@@ -229,7 +238,8 @@ class Compilation:
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
             tf32=torch.get_float32_matmul_precision() != "highest",
             deterministic=self._deterministic(),
-            masked_rows="zero" if site.columns else self.options.masked_rows,  # all probability is then the columns'
+            # with columns, all probability is theirs
+            masked_rows="zero" if site.columns or site.anchor.zero_rows or rows == "zero" else self.options.masked_rows,
             lse=bool(site.columns),
             recomputed=context.recomputed,
         )
@@ -240,6 +250,10 @@ class Compilation:
             discard(emitter)
             reasons = "; ".join(f"{k}: {', '.join(r.text for r in rs)}" for k, rs in selection.passed_over)
             raise Refused(Refusal(NO_KERNEL, reasons, node.name, location_of(node)))
+        call = self.calls.get(site.anchor.output)
+        if call is not None and not call.gains(request, selection.plan):
+            discard(emitter)
+            raise Refused(Refusal(LIBRARY, "PyTorch's own kernel serves the call", node.name, location_of(node)))
         replace(context, site, emitter, placed, selection.plan)
         verdict.plan = selection.plan
         self.differentiated += request.needs_grad
@@ -256,10 +270,6 @@ def _selection(verdict: _Verdict) -> str:
 
 def _programs(site: AttentionSite) -> str:
     return "\n".join([str(site.program), f"post: {site.post}", *(f"also over {c.length} columns: {c.program}" for c in site.columns)])
-
-
-def _has_choice(site: AttentionSite) -> bool:
-    return site.post is not None and any(n.op == "where" for n in site.post.nodes)
 
 
 def _size(x: Any) -> Any:

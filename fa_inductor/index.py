@@ -64,6 +64,9 @@ class Space:
         bound = ZERO
         for term in sympy.Add.make_args(sympy.expand(expr)):
             mine = [s for s in term.free_symbols if s in self.extent]
+            if not mine:
+                bound += term
+                continue
             coefficient = term
             for s in mine:
                 coefficient = coefficient / s

@@ -19,7 +19,7 @@ DEFERRED = declare("deferred_division", "divide before the product: (e / e.sum(-
 ALTERED = declare(
     "altered_softmax", "only exp(x) / exp(x).sum(dim, keepdim=True) is a softmax, x perhaps less its maximum; then a tiny number may be added to the sum"
 )
-OTHERS = ("_safe_softmax", "_masked_softmax")
+OTHERS = ("_masked_softmax",)
 SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum")
 
 

@@ -171,6 +171,27 @@ def without_shift(node: fx.Node, dim: object) -> fx.Node:
     return x
 
 
+def shifts(node: fx.Node, dim: int) -> dict[fx.Node, fx.Node]:
+    """x for each ``x - max(x, dim)`` that only moves ``node`` by a constant along ``dim``: beneath sums, casts and factors that are numbers."""
+    found: dict[fx.Node, fx.Node] = {}
+    seen, queue = {node}, [node]
+    while queue:
+        current = queue.pop()
+        below = [n for n in current.all_input_nodes if n.op == "call_function"]
+        source = without_shift(current, dim)
+        if source is not current:
+            found[current] = source
+            below = [source]
+        elif name_of(current) in (*MULTIPLICATIONS, *DIVISIONS):
+            below = below if isinstance(current.args[1], (int, float)) else []
+        elif name_of(current) not in ("add", *SUBTRACTIONS, *CASTS):
+            below = []
+        same_axis = [n for n in below if n.meta["val"].dim() == node.meta["val"].dim()]
+        queue += [n for n in same_axis if n not in seen]
+        seen.update(same_axis)
+    return found
+
+
 def power(node: object) -> tuple[fx.Node, float] | None:
     """(x, c) for ``exp(c * x)``: exp, exp2 and powers of a number, through casts."""
     inner = through_casts(node)

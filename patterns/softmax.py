@@ -8,7 +8,7 @@ maximum subtracted the sum is at least 1, so a tiny number added to it, or a low
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -47,6 +47,8 @@ class Softmax:
     parts: tuple[fx.Node, ...] = ()
     terms: tuple[fx.Node | float, ...] = ()
     factor: float = 1.0
+    zero_rows: bool = False
+    """A row of -inf alone is 0, not NaN."""
 
 
 def match(node: fx.Node) -> Softmax | None:
@@ -84,6 +86,11 @@ def _library(node: fx.Node) -> Softmax | None:
         source, dim = node.args[0], argument(node, 1, "dim")
         return _anchor(node, without_shift(source, dim) if isinstance(source, fx.Node) else source, dim, "softmax")
     return None
+
+
+def _safe(node: fx.Node) -> Softmax | None:
+    found = _anchor(node, node.args[0], argument(node, 1, "dim"), "safe softmax") if name_of(node) == "_safe_softmax" else None
+    return found and replace(found, zero_rows=True)
 
 
 def _exp_of_log_softmax(node: fx.Node) -> Softmax | None:
@@ -146,4 +153,4 @@ def _larger_sum(node: fx.Node, exponential: fx.Node, shifted: fx.Node, divisor: 
     return None
 
 
-RULES: tuple[Callable[[fx.Node], Softmax | None], ...] = (_library, _exp_of_log_softmax, _exp_of_difference, _exp_over_sum)
+RULES: tuple[Callable[[fx.Node], Softmax | None], ...] = (_library, _safe, _exp_of_log_softmax, _exp_of_difference, _exp_over_sum)

@@ -37,6 +37,12 @@ def sink_behind(q, k, v, s):
 
 
 @column(lambda: rand(H))
+def shifted_and_scaled_with_its_sink(q, k, v, s):
+    joined = torch.cat([q @ k.mT, s.view(1, H, 1, 1).expand(B, H, L, 1)], -1) / 16
+    return ((joined - joined.amax(-1, keepdim=True)) * 16).softmax(-1)[..., :-1] @ v
+
+
+@column(lambda: rand(H))
 def sink_in_front(q, k, v, s):
     return torch.cat([s.view(1, H, 1, 1).expand(B, H, L, 1), q @ k.mT * 0.3], -1).softmax(-1)[..., 1:] @ v
 

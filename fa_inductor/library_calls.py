@@ -1,0 +1,113 @@
+"""Calls of ``scaled_dot_product_attention`` with a mask, written out so that they are lifted like code by hand.
+
+    out = dropout(safe_softmax(scale Q K^T + mask)) V          safe_softmax: 0 where a row is -inf alone
+
+With a mask PyTorch leaves its fast kernels: the mask is read from memory, and on the CPU a mask that is trained, or dropout, costs
+every score. What is written out stands in for the call until it is fused; where it is not, the call is put back as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .kernel_support import without_autocast
+from .patterns.views import argument, name_of
+from .refusal import declare
+from .request import AttentionRequest, Plan
+
+LIBRARY = declare("library_call", "nothing to do: PyTorch's own fused attention serves this call at least as well")
+aten = torch.ops.aten
+
+
+@dataclass
+class LibraryCall:
+    """One call, which stays in the graph without users; ``output`` stands in for it."""
+
+    call: fx.Node
+    output: fx.Node
+    softmax: fx.Node
+    mask_trains: bool
+    added: list[fx.Node] = field(default_factory=list)
+
+    def gains(self, request: AttentionRequest, plan: Plan) -> bool:
+        """Is ``plan`` better than the call? On the CPU PyTorch's kernel takes a mask, but neither its gradient nor dropout."""
+        without_mask = plan.kernel == "torch_sdpa" and not plan.get("offset")
+        if request.device == "cpu":
+            return without_mask or (self.mask_trains and request.needs_grad) or request.dropout_p > 0
+        return without_mask or plan.kernel == "triton_fa2"
+
+    def settle(self, fused: bool) -> None:
+        """Drop the call, or put it back and drop what stood in for it."""
+        if fused:
+            self.call.graph.erase_node(self.call)
+            return
+        self.output.replace_all_uses_with(self.call)
+        for node in reversed(self.added):
+            self.call.graph.erase_node(node)
+
+
+def write_out(gm: fx.GraphModule) -> dict[fx.Node, LibraryCall]:
+    """Replace the calls that have a mask; by the softmax that stands for each."""
+    calls = [n for n in gm.graph.nodes if name_of(n) == "scaled_dot_product_attention" and isinstance(argument(n, 3, "attn_mask"), fx.Node)]
+    return {written.softmax: written for written in map(_write_out, calls) if written is not None}
+
+
+def _write_out(call: fx.Node) -> LibraryCall | None:
+    """``output`` keeps the call's own fake value: its dtype and strides are what the model sees. None where groups of heads are symbolic."""
+    q, k, v = call.args[:3]
+    mask, p = argument(call, 3, "attn_mask"), argument(call, 4, "dropout_p", 0.0)
+    scale, grouped = argument(call, 6, "scale"), argument(call, 7, "enable_gqa", False)
+    writer = _Writer(call)
+    q, k, v = (writer.cast(x) for x in (q, k, v))
+    if grouped:
+        heads = q.meta["val"].shape[-3]
+        groups = [heads // x.meta["val"].shape[-3] for x in (k, v)]
+        if not all(isinstance(g, int) for g in groups):
+            return None
+        k, v = (writer.emit(aten.repeat_interleave.self_int, x, g, x.meta["val"].dim() - 3) for x, g in zip((k, v), groups))
+    width = q.meta["val"].shape[-1]
+    scores = writer.emit(aten.matmul.default, q, writer.emit(aten.transpose.int, k, -2, -1))
+    scores = writer.emit(aten.mul.Tensor, scores, 1 / math.sqrt(width) if scale is None else scale)
+    if mask.meta["val"].dtype == torch.bool:
+        scores = writer.emit(aten.masked_fill.Scalar, scores, writer.emit(aten.logical_not.default, mask), -math.inf)
+    else:
+        scores = writer.emit(aten.add.Tensor, scores, writer.cast(mask))
+    softmax = writer.emit(aten._safe_softmax.default, scores, -1)
+    dropped = writer.emit(aten.dropout.default, softmax, p, True) if p else softmax
+    output = writer.emit(aten.matmul.default, dropped, v)
+    output.meta["val"] = call.meta["val"]
+    trains = bool(mask.meta.get("requires_grad"))
+    call.replace_all_uses_with(output)
+    return LibraryCall(call, output, softmax, trains, writer.added)
+
+
+class _Writer:
+    """Emits calls before ``call`` in the dtype that it computes in."""
+
+    def __init__(self, call: fx.Node) -> None:
+        self.call, self.added = call, list[fx.Node]()
+        self.dtype: torch.dtype = call.meta["val"].dtype
+
+    def emit(self, target: Any, *args: Any) -> fx.Node:
+        with self.call.graph.inserting_before(self.call):
+            node = self.call.graph.call_function(target, args)
+        node.meta = {k: v for k, v in self.call.meta.items() if k not in ("val", "example_value")}
+        with self._mode(), without_autocast(self.call.meta["val"].device.type):
+            node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+        self.added.append(node)
+        return node
+
+    def cast(self, x: Any) -> fx.Node:
+        return x if x.meta["val"].dtype == self.dtype else self.emit(aten.to.dtype, x, self.dtype)
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        value = self.call.meta["val"]
+        assert isinstance(value, FakeTensor)
+        return value.fake_mode

@@ -477,8 +477,15 @@ affine = st.builds(Affine, st.integers(-9, 9), st.lists(st.tuples(st.integers(0,
 terms = st.builds(MaskTerm, st.sampled_from(["upper", "lower", "key"]), st.integers(0, 20), st.none() | affine)
 masks = st.builds(MaskFacts, fills, st.sampled_from(["replace", "add"]), st.lists(terms, max_size=3).map(tuple), st.booleans(), st.booleans(), fills)
 numbers = st.none() | st.floats(allow_nan=False)
-facts = st.builds(ProgramFacts, st.none() | masks, numbers, st.none() | st.integers(0, 9), numbers, st.booleans(), st.lists(st.text(max_size=5)).map(tuple))
-settings_of = st.dictionaries(st.text(min_size=1, max_size=4), st.integers() | st.booleans() | st.text(max_size=4), max_size=3)
+
+
+def plain_words(longest: int, shortest: int = 0) -> st.SearchStrategy[str]:
+    """What plans hold: no quotes, no backslashes."""
+    return st.text("abc xyz019-_.:|", min_size=shortest, max_size=longest)
+
+
+facts = st.builds(ProgramFacts, st.none() | masks, numbers, st.none() | st.integers(0, 9), numbers, st.booleans(), st.lists(plain_words(5)).map(tuple))
+settings_of = st.dictionaries(plain_words(4, 1), st.integers() | st.booleans() | plain_words(4), max_size=3)
 config = settings_of.map(lambda d: tuple(sorted(d.items())))
 plans = st.builds(
     Plan,
@@ -490,7 +497,7 @@ plans = st.builds(
     st.booleans(),
     st.booleans(),
     st.sampled_from(["eager", "zero"]),
-    st.text(max_size=8),
+    plain_words(8),
 )
 
 

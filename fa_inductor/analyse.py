@@ -373,7 +373,7 @@ class _Region:
         lifter, b = lifted.lifter, lifted.lifter.builder
         program = b.finish(lifted.score)
         unit = b.nodes[lifted.factor].op == "const" and b.nodes[lifted.factor].value == 1.0
-        return program, None if unit else b.finish(lifted.factor), tuple(Captured(n, lifter.splits.get(n)) for n in lifter.captured), tuple(lifter.size_symbols)
+        return program, None if unit else b.finish(lifted.factor), lifter.captures(), tuple(lifter.size_symbols)
 
     def _escapes(self, lifted: Lifted, region: frozenset[fx.Node]) -> bool:
         path = [n for n in region if n in self.after and n is not self.second]
@@ -407,6 +407,7 @@ def _transplant(after: Lifter, probability: int, lifter: Lifter, second: fx.Node
     for node, split in after.splits.items():
         if lifter.splits.setdefault(node, split) != split:
             raise refuse(REINDEXED, "a captured tensor is read through two different views of its dimensions", node)
+    lifter.narrowed |= {n: dtype for n, dtype in after.narrowed.items() if n not in lifter.captured}
     numbers = [lifter.number(node, after.builder.captures[i].rank) for i, node in enumerate(after.captured)]
     sizes = [lifter.size(s) for s in after.size_symbols]
     try:

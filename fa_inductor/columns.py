@@ -23,7 +23,7 @@ from .lift import Leaf, Lifter, refuse
 from .patterns.softmax import Softmax
 from .program import Coordinates, ProgramBuilder, ScoreProgram, evaluate
 from .refusal import declare
-from .site import Captured, Column
+from .site import Column
 
 JOINED = declare("joined_scores", "only a few columns that are the same for every key (attention sinks) may be joined to the scores of one matrix product")
 MOST = 16
@@ -72,8 +72,7 @@ class Columns:
         if self.anchor.factor != 1:
             value = lifter.builder.emit("mul", value, lifter.builder.const(self.anchor.factor))
         program = lifter.builder.finish(value)
-        captures = tuple(Captured(n, lifter.splits.get(n)) for n in lifter.captured)
-        self.found.append(Column(program, captures, tuple(lifter.size_symbols), length))
+        self.found.append(Column(program, lifter.captures(), tuple(lifter.size_symbols), length))
         self.touched |= lifter.touched
 
 

@@ -23,6 +23,7 @@ from .patterns import generators, joins, pointwise, views
 from .program import ProgramBuilder
 from .program.ir import capture_type
 from .refusal import Refusal, Refused, declare
+from .site import Captured
 
 UNSUPPORTED_OP = declare("unsupported_op", "this op has no meaning inside a fused kernel; move it out of the path from matmul to softmax to matmul")
 DETACHED = declare("detached", "remove the detach (or no_grad) between the two matmuls, or put both of them under it")
@@ -60,6 +61,7 @@ class Lifter:
         self._known: dict[tuple[fx.Node, tuple[Expr, ...]], int] = {}
         self._cuts = Cuts(context)
         self._capture_numbers: dict[fx.Node, int] = {}
+        self.narrowed: dict[fx.Node, str] = {}
 
     # -- elements --------------------------------------------------------------------------------------------------------
     def element(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
@@ -169,6 +171,7 @@ class Lifter:
         if node not in self._capture_numbers:
             value = node.meta["val"]
             dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "float32"
+            dtype = self.narrowed.get(node, dtype)
             if capture_type(dtype) is None:
                 raise refuse(UNSUPPORTED_OP, f"a {dtype} tensor cannot be read inside a kernel", node)
             self._capture_numbers[node] = self.builder.capture(dtype, rank)
@@ -180,6 +183,18 @@ class Lifter:
         if self.splits.setdefault(node, None) is not None:
             raise refuse(REINDEXED, "a captured tensor is read through two different views of its dimensions", node)
         return self._load(node, places)
+
+    def place(self, node: Any, index: tuple[Expr, ...], entries: Expr) -> int:
+        """Where to read a table of ``entries`` entries: computed in the kernel, or stored for each (q, k) in as few bytes as will do."""
+        below = self._cuts.leaves(node) if isinstance(node, fx.Node) else frozenset()
+        stored = [n for n in below if isinstance(n.meta["val"], torch.Tensor) and elements(n) >= elements(node)]
+        if not stored or node in self._capture_numbers or not entries.is_Integer or node.meta["val"].dtype != torch.int64:
+            return self.builder.convert(self.operand(node, index), "int")
+        self.narrowed[node] = "int8" if entries <= 127 else "int16" if entries <= 32767 else "int32"
+        return self._capture(node, broadcast_index(shape_of(node.meta["val"]), index))
+
+    def captures(self) -> tuple[Captured, ...]:
+        return tuple(Captured(n, self.splits.get(n), self.narrowed.get(n)) for n in self.captured)
 
     def size(self, expr: Expr) -> int:
         """Integer program value of an index or size expression."""
@@ -243,6 +258,18 @@ _EXPENSIVE = frozenset({"exp", "log", "tanh", "sigmoid", "sqrt", "rsqrt", "pow",
 """Ops that a kernel would repeat for every head and query tile: computed inside only where that saves much memory."""
 
 
+_EXACT = frozenset(
+    {"add", "sub", "rsub", "mul", "neg", "abs", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "where", "masked_fill", "to", "_to_copy"}
+)
+"""Ops on floats that every implementation rounds alike."""
+_STEPS = frozenset({"floor", "ceil", "round", "trunc", "sign", "sgn", "fix", "floor_divide", "remainder", "fmod"})
+
+
+def _discrete(node: fx.Node) -> bool:
+    """Does the result jump where an input changes by a last bit: a comparison, a conversion to an integer, a floor?"""
+    return not node.meta["val"].dtype.is_floating_point or views.name_of(node) in _STEPS
+
+
 class Cuts:
     """Where to stop lifting values that do not depend on the scores: at the node where the least has to be in memory."""
 
@@ -278,6 +305,8 @@ class Cuts:
         inputs = [n for n in generators.reads(node) if isinstance(n.meta.get("val"), torch.Tensor)]
         if not views.is_view(node) and (value.dtype in (torch.int8, torch.uint8, torch.int16, torch.float64) or _may_wrap(node, inputs)):
             return False
+        if _discrete(node) and any(self._rounds(n) for n in inputs):
+            return False  # a last bit decides: it must be PyTorch's own
         if self.context.is_written(node) and not (views.is_view(node) and not any(self.context.copies_and_changes(node, n) for n in inputs)):
             return False  # it does not hold what its op computed
         if any(n.meta["val"].device != value.device and n.meta["val"].dim() > 0 for n in inputs):
@@ -286,6 +315,14 @@ class Cuts:
         return not any(n in self.context.needs_grad and self.context.grad_mode[n] != mode for n in inputs if n.op not in ("placeholder", "get_attr")) and not (
             not mode and any(n in self.context.needs_grad for n in inputs)
         )
+
+    def _rounds(self, node: fx.Node) -> bool:
+        """Would a kernel compute ``node``, a float, by an op whose last bit differs from one implementation to the next?"""
+        if not node.meta["val"].dtype.is_floating_point or self.captured_here(node):
+            return False
+        inputs = [n for n in generators.reads(node) if isinstance(n.meta.get("val"), torch.Tensor)]
+        exact = views.is_view(node) or views.name_of(node) in _EXACT or views.name_of(node) in generators.RULES
+        return not exact or any(map(self._rounds, inputs))
 
     def _readable(self, node: fx.Node) -> bool:
         value = node.meta.get("val")

@@ -123,6 +123,8 @@ class SiteEmitter(Emitter):
             one = self.call(aten.full.default, [], 1.0, dtype=torch.float32, device=device)
             return self.call(aten.mul.Tensor, one, node)  # scalar_tensor would put a guard on the number
         node = self.trained(self.own(node), node)
+        if captured.dtype is not None:
+            node = self.call(aten.to.dtype, node, getattr(torch, captured.dtype))
         if captured.split is None:
             return node
         return self.call(aten.reshape.default, node, [self.size(e) for parts in captured.split for e in parts])

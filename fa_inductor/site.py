@@ -47,10 +47,14 @@ class View4:
 
 @dataclass(frozen=True)
 class Captured:
-    """A tensor (or symbolic float) that the program reads; ``split`` gives each dimension's parts where some are read apart."""
+    """A tensor (or symbolic float) that the program reads; ``split`` gives each dimension's parts where some are read apart.
+
+    ``dtype``: a narrower integer format that holds all its values.
+    """
 
     node: fx.Node
     split: tuple[tuple[Expr, ...], ...] | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)

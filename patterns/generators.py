@@ -27,6 +27,7 @@ class Reader(Protocol):
     def operand(self, x: Any, index: tuple[Expr, ...]) -> int: ...
     def element(self, node: fx.Node, index: tuple[Expr, ...]) -> int: ...
     def gather(self, node: fx.Node, places: list[int]) -> int: ...
+    def place(self, node: Any, index: tuple[Expr, ...], entries: Expr) -> int: ...
 
 
 Rule = Callable[[Reader, fx.Node, tuple[Expr, ...]], "int | None"]
@@ -111,7 +112,7 @@ def _index(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None
         if p not in positions:
             values.append(reader.size(next(rest)))
             continue
-        place = b.convert(reader.operand(places[p], at), "int")
+        place = reader.place(places[p], at, size)
         wrapped = b.emit("add", place, reader.size(size))  # negative places count from the end
         values.append(b.emit("where", b.emit("lt", place, b.const(0)), wrapped, place))
     return reader.gather(source, values)
@@ -136,17 +137,33 @@ def reads(node: fx.Node) -> list[fx.Node]:
 
 
 def accepts(node: fx.Node) -> bool:
-    """May the op be computed per element? Reading a float table in the kernel is left to a rule that also scatters its gradient."""
+    """May the op be computed per element? Of floats only tables (two dimensions) are read by index in the kernel."""
     if name_of(node) == "arange":
         return all(isinstance(value_of(x), (int, torch.SymInt)) for x in _arange_bounds(node))
     if name_of(node) == "diff":
         return constant(node) is not None
     if name_of(node) == "cumsum":
         return constant(node.args[0]) == 0
+    if name_of(node) == "embedding":
+        return _plain_embedding(node)
     if name_of(node) != "index":
         return name_of(node) in RULES
     places = [x for x in _places(node) if x is not None]
-    return not node.meta["val"].dtype.is_floating_point and bool(places) and all(x.meta["val"].dtype in (torch.int64, torch.int32) for x in places)
+    table = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return (not table.dtype.is_floating_point or table.dim() == 2) and bool(places) and all(x.meta["val"].dtype in _PLACES for x in places)
+
+
+def _plain_embedding(node: fx.Node) -> bool:
+    """Without the options that change its gradient."""
+    padding, by_frequency, sparse = (argument(node, p, n, d) for p, n, d in ((2, "padding_idx", -1), (3, "scale_grad_by_freq", False), (4, "sparse", False)))
+    return padding in (None, -1) and not by_frequency and not sparse and value_of(node.args[1]).dtype in _PLACES
+
+
+def _embedding(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+    table, places = node.args[:2]
+    assert isinstance(table, fx.Node)
+    place = reader.place(places, index[:-1], shape_of(table.meta["val"])[0])
+    return reader.gather(table, [place, reader.size(index[-1])])
 
 
 def affine(node: object, index: tuple[Expr, ...]) -> Expr | None:
@@ -219,11 +236,13 @@ def _cumsum(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | Non
     return _literal(reader, node, 0) if constant(node.args[0]) == 0 else None
 
 
+_PLACES = (torch.int64, torch.int32)
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {n: getattr(operator, n) for n in ("ne", "eq", "lt", "le", "gt", "ge")}
 _NO_EXTENTS = Space({})
 
 RULES: dict[str, Rule] = {
     "index": _index,
+    "embedding": _embedding,
     "diff": _diff,
     "cumsum": _cumsum,
     "arange": _arange,

@@ -16,6 +16,7 @@ from .template_backward import Wanted
 from .text import strided
 from .traits import LoadGradient, Traits
 
+_MOST_ENTRIES = 4096
 _PROGRAMS = 1024  # dense gradients: programs that keep a large GPU busy
 
 
@@ -30,9 +31,16 @@ def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, grad
     sums: list[tuple[LoadGradient, Tensor]] = []
     dq = _rows(plan, inputs, shared, needs.q, by_row, sums)
     dk, dv = _columns(plan, inputs, shared, needs, by_key, sums)
+    tables: list[tuple[int, Tensor]] = []
     for gradient in dense:
-        sums.append((gradient, _dense(plan, inputs, shared, gradient)))
-    captures = tuple(_gather(inputs, c, [s for s in sums if s[0].capture == c]) if c in wanted else None for c in range(len(needs.captures)))
+        if _is_table(plan, inputs, gradient):
+            tables.append((gradient.capture, _table(plan, inputs, shared, gradient)))
+        else:
+            sums.append((gradient, _dense(plan, inputs, shared, gradient)))
+    captures = tuple(
+        _gather(inputs, c, [s for s in sums if s[0].capture == c], [t for n, t in tables if n == c]) if c in wanted else None
+        for c in range(len(needs.captures))
+    )
     return Gradients(dq, dk, dv, captures)
 
 
@@ -133,16 +141,38 @@ def _dense(plan: Plan, inputs: Inputs, shared: dict[str, Any], gradient: LoadGra
     return out
 
 
+def _is_table(plan: Plan, inputs: Inputs, gradient: LoadGradient) -> bool:
+    """A small table that is read by position; its entries take atomic additions, in no fixed order."""
+    by_position = gradient.table_dimension
+    entries = inputs.captures[gradient.capture].shape[by_position] if by_position is not None else None
+    return isinstance(entries, int) and entries <= _MOST_ENTRIES and not plan.deterministic
+
+
+def _table(plan: Plan, inputs: Inputs, shared: dict[str, Any], gradient: LoadGradient) -> Tensor:
+    """Gradient of a table, in fp32, without a (q, k) tensor in memory."""
+    batch, heads, length, _ = inputs.q.shape
+    letters, options = gradient.letters, _options(plan, "dense")
+    kept = (batch if "b" in letters else 1) * (heads if "h" in letters else 1)
+    grid = tiles(length, options["BLOCK_M"]) * tiles(inputs.k.shape[2], options["BLOCK_N"]) * kept
+    whole = "b" in letters and "h" in letters
+    chunks = 1 if whole else _chunks(grid, (1 if "b" in letters else batch) * (1 if "h" in letters else heads))
+    out = torch.zeros(inputs.captures[gradient.capture].shape, dtype=torch.float32, device=inputs.q.device)
+    launch(dense_kernel(plan, gradient, True), grid * chunks, shared | {"G0": out, "B": batch, "CHUNKS": chunks}, **options)
+    return out
+
+
 def _chunks(programs: Size, members: Size) -> Size:
     """Parts that the sum over ``members`` is split into, so that about ``_PROGRAMS`` run; may be symbolic."""
     wanted = torch.sym_max(1, _PROGRAMS // programs)
     return torch.sym_min(wanted, members)
 
 
-def _gather(inputs: Inputs, capture: int, sums: list[tuple[LoadGradient, Tensor]]) -> Tensor:
+def _gather(inputs: Inputs, capture: int, sums: list[tuple[LoadGradient, Tensor]], tables: list[Tensor]) -> Tensor:
     """Add up what each load of a captured tensor contributes, in the tensor's own shape and dtype."""
     tensor = inputs.captures[capture]
     total = None
+    for table in tables:
+        total = table if total is None else total + table
     for gradient, partial in sums:
         missing = [d for d, letter in enumerate("bhqk") if letter not in gradient.letters]
         if gradient.axes is None:

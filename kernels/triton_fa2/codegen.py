@@ -108,9 +108,9 @@ def columns_kernel(plan: Plan, want: Wanted, partials: tuple[LoadGradient, ...])
 
 
 @lru_cache(maxsize=512)
-def dense_kernel(plan: Plan, gradient: LoadGradient) -> Any:
+def dense_kernel(plan: Plan, gradient: LoadGradient, table: bool = False) -> Any:
     traits = traits_of(plan)
-    return build(traits, dense_source(traits, gradient), "fa2_backward_dense")
+    return build(traits, dense_source(traits, gradient, table), "fa2_backward_table" if table else "fa2_backward_dense")
 
 
 @lru_cache(maxsize=512)

@@ -124,13 +124,14 @@ class Renderer:
         order = sorted(range(len(node.args)), key=lambda d: (("k" in self.depends[node.args[d]]), "q" in self.depends[node.args[d]]))
         pointer = f"C{capture}"
         for d in order:  # scalars first, then rows, then columns: one addition per element is left
-            pointer += f" + {self._address(node.args[d], f'C{capture}_n{d}')} * C{capture}_s{d}"
+            pointer += f" + {self.address(node.args[d], f'C{capture}_n{d}')} * C{capture}_s{d}"
         loaded = f"tl.load({pointer})"
         if dtype in ("float16", "bfloat16"):
             return f"{loaded}.to(tl.float32)"
         return f"{loaded}.to(tl.int32)" if dtype in ("int8", "uint8", "int16") else f"({loaded} != 0)" if dtype == "bool" else loaded
 
-    def _address(self, i: int, length: str) -> str:
+    def address(self, i: int, length: str) -> str:
+        """Node ``i``, an index along a dimension of ``length`` entries, counted from the start."""
         low, _ = self._intervals[i]
         index = self._placed[i]
         if self.program.nodes[i].op == "const":

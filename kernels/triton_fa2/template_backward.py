@@ -361,10 +361,11 @@ def _columns_tile(traits: Traits, flavour: Flavour, want: Wanted, sums: list[tup
 
 
 # -- captures indexed by both q and k ------------------------------------------------------------------------------------
-def dense_source(traits: Traits, gradient: LoadGradient) -> str:
+def dense_source(traits: Traits, gradient: LoadGradient, table: bool = False) -> str:
     """``fa2_backward_dense``: one tile of a capture's gradient, summed in registers over the (b, h) that read it.
 
-    Programs with the same tile split these (b, h) into CHUNKS parts, each with its own output: no atomics.
+    Programs with the same tile split these (b, h) into CHUNKS parts, each with its own output: no atomics. ``fa2_backward_table``: the
+    capture is a table read by index; the tile is summed over the places that read one entry, and one atomic addition made for each.
     """
     plan = traits.plan
     d_in, dv_in = padded(traits)
@@ -414,11 +415,45 @@ def dense_source(traits: Traits, gradient: LoadGradient) -> str:
         *_visible_tile(traits),
         "for member in tl.range(begin, end, num_stages=1):",
         *indent(loop),
-        f"place = G0 + ({place}).to(tl.int64) * Lq * Lk",
-        "tl.store(place + q_rows.to(tl.int64)[:, None] * Lk + k_rows[None, :], acc.to(G0.dtype.element_ty), mask=q_in[:, None] & k_in[None, :])",
     ]
+    body += (
+        _table_entries(gradient)
+        if table
+        else [
+            f"place = G0 + ({place}).to(tl.int64) * Lq * Lk",
+            "tl.store(place + q_rows.to(tl.int64)[:, None] * Lk + k_rows[None, :], acc.to(G0.dtype.element_ty), mask=q_in[:, None] & k_in[None, :])",
+        ]
+    )
     parameters = [*common_parameters(traits, (), (gradient,)), "B", "CHUNKS"]
-    return kernel("fa2_backward_dense", parameters, CONSTANTS, [*unspecialized(traits), "B", "CHUNKS"], body)
+    return kernel(f"fa2_backward_{'table' if table else 'dense'}", parameters, CONSTANTS, [*unspecialized(traits), "B", "CHUNKS"], body)
+
+
+def _table_entries(gradient: LoadGradient) -> list[str]:
+    """Add ``acc`` to the entries of G0, a table of the capture's shape, that its elements read. A tile reads few different entries."""
+    program, by_position = gradient.indices, gradient.table_dimension
+    assert program is not None and by_position is not None
+    kept = {"bh": ("kept // H", "kept % H"), "b": ("kept", "0"), "h": ("0", "kept")}.get("".join(x for x in "bh" if x in gradient.letters), ("0", "0"))
+    renderer = Renderer(program, {"b": "kept_b", "h": "kept_h", "q": "q_idx", "k": "k_idx"}, (), "i")
+    for result in program.results:
+        renderer.value(result)
+    lengths = [f"C{gradient.capture}_n{d}" for d in range(len(program.results))]
+    places = [renderer.address(result, length) for result, length in zip(program.results, lengths, strict=True)]
+    strides = [" * ".join(lengths[d + 1 :]) or "1" for d in range(len(places))]
+    others = [f"{place} * ({strides[d]})" for d, place in enumerate(places) if d != by_position]
+    return [
+        f"kept_b = {kept[0]}",
+        f"kept_h = {kept[1]}",
+        *renderer.hoisted,
+        *renderer.lines,
+        "inside = q_in[:, None] & k_in[None, :]",
+        f"entry = {places[by_position]}.to(tl.int32) + tl.zeros([BLOCK_M, BLOCK_N], tl.int32)",
+        f"place = {' + '.join(['G0', *others])}",
+        "first = tl.min(tl.where(inside, entry, 2147483647))",
+        "last = tl.where(begin < end, tl.max(tl.where(inside, entry, -1)), -1)",
+        "for at in tl.range(first, last + 1, num_stages=1):",
+        "    total = tl.sum(tl.where(inside & (entry == at), acc, 0.0))",
+        f"    tl.atomic_add(place + at * ({strides[by_position]}), total)",
+    ]
 
 
 def _kept_heads(gradient: LoadGradient) -> list[str]:

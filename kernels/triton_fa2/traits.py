@@ -52,6 +52,13 @@ class LoadGradient:
     result: int
 
     @property
+    def table_dimension(self) -> int | None:
+        """The one dimension of a table that is read by position (q, k), if the others depend on the batch and head alone."""
+        found = dependencies(self.indices.nodes) if self.indices is not None else ()
+        by_position = [d for d, i in enumerate(self.indices.results) if {"q", "k"} & found[i]] if self.indices is not None else []
+        return by_position[0] if len(by_position) == 1 else None
+
+    @property
     def key(self) -> tuple[object, ...]:
         """The same load in another flavour has the same key."""
         return (self.capture, self.axes, self.indices)

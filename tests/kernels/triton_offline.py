@@ -53,6 +53,8 @@ def kernels(plan: Plan) -> Iterator[tuple[str, Any]]:
     for gradient in traits_of(plan).backward_flavour(True, wanted)[1]:
         if {"q", "k"} <= set(gradient.letters):
             yield "dense", dense_kernel(plan, gradient)
+            if gradient.table_dimension is not None:
+                yield "dense", dense_kernel(plan, gradient, True)
 
 
 def compile_kernel(function: Any, plan: Plan, name: str, dtype: torch.dtype, capability: tuple[int, int], fixed: Mapping[str, int] | None = None) -> Usage:

@@ -27,7 +27,7 @@ def qkv(device: str = "cpu") -> list[Any]:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i = torch.arange(L, device=q.device)
+    i = torch.arange(q.shape[2], device=q.device)
     return sdpa(q, k, v, attn_mask=i[:, None] >= i, scale=0.3)
 
 
@@ -78,7 +78,7 @@ def test_fused(function: Callable[..., Tensor]) -> None:
     check(function, GAINS[function]("cpu"))
 
 
-@pytest.mark.parametrize("function", [causal, bias, heads_merged, row_without_a_key])
+@pytest.mark.parametrize("function", [bias, heads_merged, row_without_a_key])
 def test_fused_with_symbolic_sizes(function: Callable[..., Tensor]) -> None:
     check(function, GAINS[function]("cpu"), dynamic=True)
 

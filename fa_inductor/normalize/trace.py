@@ -21,15 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor_tree
 from torch.utils import _pytree as pytree
 
-from ..location import location_of
-from ..refusal import Refusal, Refused, declare
 from .calling import adopt_placeholders, inline_constants
 from .fakes import fresh_copies
 from .state import Ambient, ambient, restored
-
-FUNCTORCH = declare("normalize_functorch", "Graphs with torch.vmap, torch.func.grad or jvp are compiled as they are; write the batched form instead.")
-
-_FUNCTORCH_MODULES = ("torch._functorch.predispatch", "torch._functorch.eager_transforms", "torch._C._functorch")
+from .vmap import without_vmap
 
 PLAIN_WRAPPERS = frozenset({"tag_activation_checkpoint", "wrap"})
 """Higher-order operators ``op(body, *operands)`` that yield ``body(*operands)``."""
@@ -158,15 +153,9 @@ def _node_of(value: Any, tracer: Any) -> Any:
     return value
 
 
-def _check_supported(gm: fx.GraphModule) -> None:
-    for node in gm.graph.nodes:
-        if getattr(node.target, "__module__", "") in _FUNCTORCH_MODULES:
-            raise Refused(Refusal(FUNCTORCH, "the graph runs a function transform (torch.vmap, torch.func)", node.name, location_of(node)))
-
-
 def retrace(gm: fx.GraphModule, values: tuple[Any, ...], mode: FakeTensorMode) -> Trace:
     """Trace ``gm`` on ``values``, one for each placeholder; they may be updated in place. ``gm`` is left as it is."""
-    _check_supported(gm)
+    gm = without_vmap(gm, mode)
     interpreter = _Retrace(gm, mode)
 
     def run(*args: Any) -> Any:

@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROBE := $(BIN)/python -c "import urllib.request as r; r.urlopen('$(CPU_INDEX)/', timeout=5)" >/dev/null 2>&1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-gpu lint format types bench wheel clean
+.PHONY: help env demo test test-gpu lint format types refusals bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ format: $(BIN)/.dev ## let ruff rewrite the layout
 
 types: $(BIN)/.dev ## mypy --strict on fa_inductor and patterns
 	$(BIN)/mypy
+
+refusals: $(BIN)/.dev ## write docs/refusals.md from the code
+	$(BIN)/python -m fa_inductor.refusal_table > docs/refusals.md
 
 bench: $(BIN)/.test ## the CPU attention benchmark and the compile-time benchmark; results go to benchmarks/results
 	$(BIN)/python benchmarks/cpu_attention.py $(ARGS)

@@ -17,7 +17,8 @@ from .refusal import Refusal, declare
 
 DEFERRED = declare("deferred_division", "divide before the product: (e / e.sum(-1, keepdim=True)) @ v")
 ALTERED = declare(
-    "altered_softmax", "only exp(x) / exp(x).sum(dim, keepdim=True) is a softmax, x perhaps less its maximum; then a tiny number may be added to the sum"
+    "altered_softmax",
+    "only exp(x) over its own sum along one axis is a softmax; 1 or exp(t) may be added to the sum, and a tiny number where the maximum is subtracted",
 )
 OTHERS = ("_masked_softmax",)
 SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import pathlib
 import threading
 
 import pytest
 from expecttest import TestCase
 
-from fa_inductor import counters, report, reset
+from fa_inductor import counters, refusal_table, report, reset
 from fa_inductor.counters import record_final, record_graph
 from fa_inductor.explain import Explanation
 from fa_inductor.program import from_text
@@ -317,3 +318,10 @@ def test_an_undeclared_code_is_a_programming_error():
 def test_verdicts():
     assert SiteReport(0, "softmax").verdict == "not fused"
     assert report.SiteReport(0, "softmax", fused=True, kernel="tiled").verdict == "fused by tiled"
+
+
+def test_the_table_of_refusals_is_that_of_the_code():
+    """`make refusals` writes it."""
+    page = pathlib.Path(__file__).parents[1] / "docs" / "refusals.md"
+    assert page.read_text() == refusal_table.table()
+    assert all(f"`{code}`" in refusal_table.table() for code in CODES if not code.startswith("test_"))

@@ -8,6 +8,7 @@ then an expression in the names it may depend on.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import sympy
@@ -27,6 +28,7 @@ from .patterns.exponentials import shifts
 from .patterns.views import argument, name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
+from .program.bounds import LARGEST, surely_finite
 from .refusal import Refused, declare
 from .site import AttentionSite, Axes, Captured, Column, View4
 
@@ -52,6 +54,7 @@ BLOCKED = declare(
 )
 DROPS_ALL = declare("dropout_of_everything", "p=1 leaves nothing to compute; a smaller p can be fused")
 DROPOUT_TWICE = declare("dropout_twice", "one dropout between softmax and matmul can be fused")
+OVERFLOW = declare("scaled_shift", "subtract the maximum last, or not at all: softmax does it anyway")
 DTYPE = declare("dtype", "attention runs fused in float16, bfloat16 and float32")
 RENORMALISED = declare("renormalised", "the probabilities are reduced over again (renormalised) before the second matmul")
 
@@ -132,7 +135,7 @@ class _Region:
     def __init__(self, context: GraphContext, candidate: Candidate, second: fx.Node, first: fx.Node) -> None:
         self.context, self.candidate, self.anchor = context, candidate, candidate.anchor
         self.second, self.first = second, first
-        self.shifts = shifts(self.anchor.input, self.anchor.dim)
+        self.shifts = {} if self.anchor.terms else shifts(self.anchor.input, self.anchor.dim)
         last = context.order[second]
         self.after = reachable(self.anchor.output, last, context.order)
         self.before = reachable(first, context.order[self.anchor.output], context.order)
@@ -315,6 +318,8 @@ class _Region:
         if output is None:
             raise refuse(OPERANDS, "the output's dimensions do not come apart into batch, head, query and channel", self.second)
         program, post, captures, sizes = self._programs(lifted)
+        if (self.shifts or self.anchor.factor > 1) and not surely_finite(program, fill=-math.inf, loads=LARGEST):
+            raise refuse(OVERFLOW, "the maximum is subtracted before a factor, without which the scores could overflow", self.anchor.output)
         region = frozenset(lifted.lifter.touched | touched | {self.first, self.second, self.anchor.output}) - {
             n for n in self.context.graph.nodes if n.op == "placeholder"
         }

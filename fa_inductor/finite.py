@@ -66,11 +66,12 @@ def _zeroed(post: ScoreProgram) -> list[ScoreProgram]:
 
 
 def like_scores(node: fx.Node) -> bool:
-    """Made of parameters and matrix products alone, moved about, scaled and added: as finite as the scores are."""
+    """Made of trained parameters and matrix products alone, moved about, scaled and added: as finite as the scores are."""
     seen, queue = {node}, [node]
     while queue:
         node = queue.pop()
-        if is_contraction(node) or isinstance(node.meta.get("example_value", node.meta.get("val")), torch.nn.Parameter):
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if is_contraction(node) or (isinstance(value, torch.nn.Parameter) and value.requires_grad):
             continue
         inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].is_floating_point()]
         if not inputs or not _keeps_finite(node):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import fx
 
 from .index import as_expr
-from .patterns import pointwise, views
+from .patterns import generators, pointwise, views
 from .patterns.views import name_of
 
 _STOPS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "contiguous", "layer_norm", "native_layer_norm"})
@@ -43,6 +43,31 @@ def _passes(user: fx.Node, name: str) -> bool:
     if name in ("split", "chunk", "unbind", "split_with_sizes", "getitem", "dropout"):
         return True
     return name not in ("view_as", "_reshape_alias") and (name in views.RULES or name in pointwise.RULES)
+
+
+_NEVER_ITS_INPUT = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "group_norm", "batch_norm", "softmax", "log_softmax", "sum", "mean", "var"})
+_SUMS = frozenset({"add", "sub", "subtract", "rsub"})
+_PRODUCTS = frozenset({"mul", "multiply", "div", "divide", "true_divide", "pow"})
+_MAY_RETURN_ITS_INPUT = frozenset({"to", "_to_copy", "dropout", "feature_dropout", "type_as", "float"})
+
+
+def makes_its_own(node: fx.Node) -> bool:
+    """Is the result never its input, nor a view of it, after Inductor's passes either (which drop copies and additions of 0)?
+
+    What is not known counts as an alias.
+    """
+    name = name_of(node)
+    if name in _STOPS - {"contiguous", "einsum"} or name in _NEVER_ITS_INPUT:
+        return True
+    if name in ("to", "_to_copy"):
+        source = node.args[0]
+        return isinstance(source, fx.Node) and source.meta["val"].dtype != node.meta["val"].dtype
+    if name in views.RULES or name in _MAY_RETURN_ITS_INPUT or name not in pointwise.RULES:
+        return False
+    if name not in _SUMS | _PRODUCTS:
+        return True
+    constant = any(name_of(n) in generators.RULES for n in node.all_input_nodes)  # of zeros or ones, perhaps
+    return not constant and (0 if name in _SUMS else 1) not in [x for x in node.args if isinstance(x, (int, float))]
 
 
 def dense_order(node: fx.Node) -> list[int] | None:

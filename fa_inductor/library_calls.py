@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from . import log
 from .kernel_support import without_autocast
 from .patterns.views import argument, name_of
 from .refusal import declare
@@ -49,22 +50,40 @@ class LibraryCall:
             self.call.graph.erase_node(self.call)
             return
         self.output.replace_all_uses_with(self.call)
-        for node in reversed(self.added):
-            self.call.graph.erase_node(node)
+        _erase(self.added)
 
 
 def write_out(gm: fx.GraphModule) -> dict[fx.Node, LibraryCall]:
     """Replace the calls that have a mask; by the softmax that stands for each."""
     calls = [n for n in gm.graph.nodes if name_of(n) == "scaled_dot_product_attention" and isinstance(argument(n, 3, "attn_mask"), fx.Node)]
-    return {written.softmax: written for written in map(_write_out, calls) if written is not None}
+    return {written.softmax: written for written in map(_guarded, calls) if written is not None}
 
 
-def _write_out(call: fx.Node) -> LibraryCall | None:
+def _guarded(call: fx.Node) -> LibraryCall | None:
+    """A call that cannot be written out stays as it is."""
+    writer = _Writer(call)
+    try:
+        return _write_out(call, writer)
+    except Exception as error:
+        log.get().warning("a call of scaled_dot_product_attention stays as it is: %s", error, exc_info=True)
+        _erase(writer.added)
+        return None
+
+
+def _erase(nodes: list[fx.Node]) -> None:
+    """Those that nothing uses: a rewrite that failed half way may hold some."""
+    for node in reversed(nodes):
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+def _write_out(call: fx.Node, writer: _Writer) -> LibraryCall | None:
     """``output`` keeps the call's own fake value: its dtype and strides are what the model sees. None where groups of heads are symbolic."""
-    q, k, v = call.args[:3]
+    q, k, v = cast(tuple[fx.Node, fx.Node, fx.Node], call.args[:3])
     mask, p = argument(call, 3, "attn_mask"), argument(call, 4, "dropout_p", 0.0)
     scale, grouped = argument(call, 6, "scale"), argument(call, 7, "enable_gqa", False)
-    writer = _Writer(call)
+    if mask.meta["val"].dim() > q.meta["val"].dim():
+        return None  # eager refuses it, and Inductor finds a meaning
     q, k, v = (writer.cast(x) for x in (q, k, v))
     if grouped:
         heads = q.meta["val"].shape[-3]
@@ -80,7 +99,7 @@ def _write_out(call: fx.Node) -> LibraryCall | None:
     else:
         scores = writer.emit(aten.add.Tensor, scores, writer.cast(mask))
     softmax = writer.emit(aten._safe_softmax.default, scores, -1)
-    dropped = writer.emit(aten.dropout.default, softmax, p, True) if p else softmax
+    dropped = writer.emit(aten.dropout.default, softmax, p, True) if p > 0 else softmax
     output = writer.emit(aten.matmul.default, dropped, v)
     output.meta["val"] = call.meta["val"]
     trains = bool(mask.meta.get("requires_grad"))

@@ -15,8 +15,7 @@ from .columns import column_lse, share_of_keys
 from .emitter import Emitter, fake_mode_of
 from .graph import GraphContext
 from .index import ONE, Expr
-from .layout import dense_order, freed_views
-from .patterns import views
+from .layout import dense_order, freed_views, makes_its_own
 from .patterns.views import name_of
 from .request import Plan, TensorSpec
 from .site import Atom, AttentionSite, Captured, View4
@@ -190,14 +189,13 @@ def replace(context: GraphContext, site: AttentionSite, emitter: SiteEmitter, pl
 
 
 def _returned(node: fx.Node) -> bool:
-    """Is ``node``, or what may share its memory, an output of the graph?"""
+    """Is ``node``, or what may be found to share its memory, an output of the graph?"""
     seen, queue = {node}, [node]
     while queue:
         for user in queue.pop().users:
             if user.op == "output":
                 return True
-            aliases = name_of(user) in views.RULES or name_of(user) in ("detach", "split", "chunk", "unbind", "split_with_sizes", "getitem")
-            if user not in seen and (aliases or (name_of(user) == "to" and user.meta["val"].dtype == node.meta["val"].dtype)):
+            if user not in seen and not makes_its_own(user):
                 seen.add(user)
                 queue.append(user)
     return False

@@ -172,24 +172,61 @@ def without_shift(node: fx.Node, dim: object) -> fx.Node:
 
 
 def shifts(node: fx.Node, dim: int) -> dict[fx.Node, fx.Node]:
-    """x for each ``x - max(x, dim)`` that only moves ``node`` by a constant along ``dim``: beneath sums, casts and factors that are numbers."""
+    """x for each ``x - max(x, dim)`` that only moves ``node`` by a constant along ``dim``.
+
+    Every way from it to ``node`` leads through sums, casts and factors that are numbers alone.
+    """
     found: dict[fx.Node, fx.Node] = {}
+    linear: set[fx.Node] = set()
     seen, queue = {node}, [node]
     while queue:
         current = queue.pop()
-        below = [n for n in current.all_input_nodes if n.op == "call_function"]
         source = without_shift(current, dim)
+        below = [source] if source is not current else _linear_in(current)
         if source is not current:
             found[current] = source
-            below = [source]
-        elif name_of(current) in (*MULTIPLICATIONS, *DIVISIONS):
-            below = below if isinstance(current.args[1], (int, float)) else []
-        elif name_of(current) not in ("add", *SUBTRACTIONS, *CASTS):
-            below = []
-        same_axis = [n for n in below if n.meta["val"].dim() == node.meta["val"].dim()]
-        queue += [n for n in same_axis if n not in seen]
-        seen.update(same_axis)
-    return found
+        if below:
+            linear.add(current)
+        for n in below:
+            if n.op == "call_function" and n.meta["val"].dim() == node.meta["val"].dim() and n not in seen:
+                seen.add(n)
+                queue.append(n)
+    behind = _ancestors(node)
+    return {shift: x for shift, x in found.items() if shift is node or _leads_through(shift, node, linear, behind)}
+
+
+def _linear_in(node: fx.Node) -> list[fx.Node]:
+    """The inputs in which ``node`` is linear with numbers as coefficients; none where it is not, or not known to be."""
+    name = name_of(node)
+    if not node.meta["val"].dtype.is_floating_point or node.kwargs.get("rounding_mode") is not None:
+        return []
+    if name in (*MULTIPLICATIONS, *DIVISIONS):
+        return [node.args[0]] if isinstance(node.args[0], fx.Node) and isinstance(node.args[1], (int, float)) else []
+    return list(node.all_input_nodes) if name in ("add", *SUBTRACTIONS, *CASTS) else []
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    seen, queue = {node}, [node]
+    while queue:
+        for n in queue.pop().all_input_nodes:
+            if n not in seen:
+                seen.add(n)
+                queue.append(n)
+    return seen
+
+
+def _leads_through(start: fx.Node, end: fx.Node, through: set[fx.Node], behind: set[fx.Node]) -> bool:
+    """Do all ways from ``start`` to ``end`` lead through nodes of ``through``? ``behind``: what ``end`` is made of."""
+    seen, queue = {start}, [start]
+    while queue:
+        current = queue.pop()
+        for user in current.users:
+            if current is not end and user in behind and user not in seen:
+                if user not in through:
+                    return False
+                seen.add(user)
+                queue.append(user)
+    return True
 
 
 def power(node: object) -> tuple[fx.Node, float] | None:

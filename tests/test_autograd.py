@@ -73,6 +73,42 @@ def test_output_changed_in_place(function: Callable[..., Any], kernel: str, chan
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum": lambda out: torch.einsum("bhnd->bnhd", out),
+    "ravel": lambda out: out.ravel(),
+    "unfold": lambda out: out.unfold(2, 3, 3),
+    "diagonal": lambda out: out.diagonal(0, 2, 3),
+    "as_strided": lambda out: out.as_strided((2, 2, 4, 8), (144, 72, 8, 1)),
+    "tensor_split": lambda out: out.tensor_split(2, dim=2)[0],
+    "broadcast_to": lambda out: torch.atleast_3d(out).broadcast_to(B, H, L, D),
+    "dropout_in_evaluation": lambda out: torch.nn.functional.dropout(out, 0.5, training=False),
+    "dropout_of_nothing": lambda out: torch.nn.functional.dropout(out, 0.0, training=True),
+    "type_as": lambda out: out.type_as(torch.zeros(1)),
+    "pad": lambda out: torch.nn.functional.pad(out, (0, 0)),
+    "cat": lambda out: torch.cat([out]),
+    "positive": lambda out: torch.positive(out),
+    "clone": lambda out: out.clone(),
+    "zero_added": lambda out: out + 0,
+    "zeros_added": lambda out: out + torch.zeros_like(out),
+    "times_one": lambda out: out * 1.0,
+}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "tiled"])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_what_may_share_the_outputs_memory_is_changed(alias: str, kernel: str) -> None:
+    inputs = tensors(*[(B, H, L, D)] * 3)
+
+    def gradients(f: Callable[..., Any]) -> tuple[Tensor, ...]:
+        out = f(*inputs)
+        out.data.mul_(0.5)
+        return torch.autograd.grad(out.sum(), inputs)
+
+    function = lambda q, k, v: ALIASES[alias](plain(q, k, v))  # noqa: E731
+    for a, b in zip(gradients(compiled(function, {"kernel": kernel})), gradients(function)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 # -- None or zeros -------------------------------------------------------------------------------------------------------
 NO_GRADIENT: dict[str, Callable[..., Tensor]] = {
     "compared_scores": lambda q, k, v, t: ((q @ k.mT) > 0).float().softmax(-1) @ v,

@@ -708,6 +708,54 @@ def product_of_a_chain(q, k, v):
 
 
 @miss("unsupported_op")
+def shifted_and_squared(q, k, v):
+    """Only on one of the two ways to the softmax is the maximum a constant that does not matter."""
+    s = q @ k.mT
+    y = s - s.amax(-1, keepdim=True)
+    return (y + 0.1 * y * y).softmax(-1) @ v
+
+
+@miss("unsupported_op")
+def shifted_and_clamped_on_one_way(q, k, v):
+    s = q @ k.mT
+    y = s - s.amax(-1, keepdim=True)
+    return (y + y.clamp(min=-1)).softmax(-1) @ v
+
+
+@miss("unsupported_op")
+def shifted_scaled_and_one_added(q, k, v):
+    """With a term more in the sum the maximum matters."""
+    s = q @ k.mT
+    e = torch.exp((s - s.amax(-1, keepdim=True)) * 0.5)
+    return e / (1 + e.sum(-1, keepdim=True)) @ v
+
+
+@miss("unsupported_op")
+def shifted_scaled_and_a_tiny_number_added(q, k, v):
+    s = q @ k.mT
+    e = torch.exp((s - s.amax(-1, keepdim=True)) * 0.5)
+    return e / (e.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+def row_of_the_least_number(q):
+    return torch.zeros(L, L, device=q.device).index_fill(0, torch.tensor([2], device=q.device), torch.finfo(q.dtype).min)
+
+
+@miss("scaled_shift")
+def shifted_before_a_temperature(q, k, v):
+    """A row of the least number alone is a row of zeros once shifted; without the shift it would be a row of -inf."""
+    s = q @ k.mT + row_of_the_least_number(q)
+    return ((s - s.amax(-1, keepdim=True)) / 0.07).softmax(-1) @ v
+
+
+@miss("scaled_shift")
+def powers_of_ten_over_a_row_of_the_least_number(q, k, v):
+    s = (q @ k.mT).masked_fill(row_of_the_least_number(q) < 0, torch.finfo(q.dtype).min)
+    e = 10 ** (s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+@miss("unsupported_op")
 def shifted_before_a_soft_cap(q, k, v):
     s = q @ k.mT
     return torch.tanh(s - s.amax(-1, keepdim=True)).softmax(-1) @ v
@@ -963,3 +1011,13 @@ def test_choosing_away_next_to_what_is_finite_fuses(extra: str) -> None:
     result, (site,) = sites_of(function, *(inputs := [*qkv(), rand(D, L)]))
     assert site.fused, str(site)
     torch.testing.assert_close(result, function(*inputs))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_that_is_not_trained_may_be_a_mask(trained: bool) -> None:
+    """Then it may hold -inf for a whole row, which the choice after the softmax turns into 0."""
+    mask, hidden = torch.nn.Parameter(HIDDEN_ROW.clone(), requires_grad=trained), HIDDEN_ROW < 0
+    inputs = qkv()
+    result, (site,) = sites_of(lambda q, k, v: (q @ k.mT + mask).softmax(-1).masked_fill(hidden, 0.0) @ v, *inputs)
+    assert site.fused == trained, str(site)
+    assert trained or torch.isfinite(result).all()

@@ -12,6 +12,7 @@ from fusing import check, sites_of
 from torch import Tensor
 
 import fa_inductor
+from fa_inductor import rewrite
 from fa_inductor.options import Options
 
 B, H, L, D = 2, 4, 17, 8
@@ -146,3 +147,29 @@ def test_encoder_layer(mask: bool) -> None:
     run = torch.compile(layer, backend="flashattn")
     keywords = {"src_key_padding_mask": padded} if mask else {}
     torch.testing.assert_close(run(x, **keywords), layer(x, **keywords), rtol=1e-4, atol=1e-5)
+
+
+def test_a_failed_rewrite_costs_the_site_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("half way")
+
+    monkeypatch.setattr(rewrite.SiteEmitter, "layout", fail)
+    inputs = GAINS[bias]("cpu")
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(bias, backend="flashattn")(*inputs), bias(*inputs))
+    assert fa_inductor.counters()["rewritten"] == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v, m: sdpa(q, k, v, attn_mask=m, dropout_p=-0.1),
+        lambda q, k, v, m: sdpa(q, k, v, attn_mask=m, scale=0.0),
+        lambda q, k, v, m: sdpa(q, k, v, attn_mask=m[None, None], scale=-1.0),
+    ],
+)
+def test_odd_arguments(call: Callable[..., Tensor]) -> None:
+    inputs = GAINS[bias]("cpu")
+    inputs[3] = rand(L, L)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(call, backend="flashattn")(*inputs), call(*inputs), rtol=1e-4, atol=1e-5)

@@ -11,24 +11,27 @@ from collections.abc import Collection
 from .ir import Node, ScoreProgram
 
 SCORE = 1e30
-_LARGEST = 3.4028235677973366e38
+LARGEST = 3.4028234663852886e38
+"""The largest finite number in fp32."""
+_INFINITE = 3.4028235677973366e38
 """The least number that rounds to infinity in fp32; sums below it round to a finite number."""
 
 
-def surely_finite(program: ScoreProgram, *, fill: float | None = None, finite: Collection[int] = ()) -> bool:
+def surely_finite(program: ScoreProgram, *, fill: float | None = None, finite: Collection[int] = (), loads: float = math.inf) -> bool:
     """No score, position or (finite) scores' product makes ``program``'s value infinite or NaN.
 
     Args:
         fill: this literal does not count: where it stands, its row has another, finite, score.
         finite: captured tensors that hold numbers like scores.
+        loads: bound of the floats in other captured tensors.
     """
     bounds: list[float] = []
     for node in program.nodes:
-        if node.op == "load" and node.value in finite:
-            bounds.append(SCORE)
+        if node.op == "load" and node.type == "float":
+            bounds.append(SCORE if node.value in finite else loads)
             continue
         bounds.append(_bound(node, [bounds[a] for a in node.args], [program.nodes[a] for a in node.args], fill))
-    return bounds[program.result] < _LARGEST
+    return bounds[program.result] < _INFINITE
 
 
 def _bound(node: Node, args: list[float], nodes: list[Node], fill: float | None) -> float:

@@ -28,6 +28,7 @@ from .library_calls import LIBRARY, LibraryCall, write_out
 from .location import location_of, module_path_of, source_line_of
 from .normalize import Normalized, normalize
 from .options import Options, parse
+from .patterns.views import value_of
 from .recognise import recognise_site
 from .refusal import Refusal, Refused, StrictError, declare
 from .report import GraphReport, KernelRefusals, SiteReport
@@ -231,7 +232,7 @@ class Compilation:
             program=site.program,
             facts=facts,
             captures=specs[3:],
-            sizes=tuple(_size(s) for s in placed.sizes),
+            sizes=tuple(value_of(s) for s in placed.sizes),
             post=site.post,
             dropout_p=site.dropout_p,
             device=device.type,
@@ -270,10 +271,6 @@ def _selection(verdict: _Verdict) -> str:
 
 def _programs(site: AttentionSite) -> str:
     return "\n".join([str(site.program), f"post: {site.post}", *(f"also over {c.length} columns: {c.program}" for c in site.columns)])
-
-
-def _size(x: Any) -> Any:
-    return x.meta["val"] if isinstance(x, fx.Node) else x
 
 
 def _shapes(request: AttentionRequest) -> str:

@@ -70,7 +70,7 @@ class Space:
             coefficient = term
             for s in mine:
                 coefficient = coefficient / s
-            if coefficient.free_symbols & set(self.extent) or (mine and term.has(FloorDiv, Mod)):
+            if coefficient.free_symbols & set(self.extent) or term.has(FloorDiv, Mod):
                 extent = self.extent_of(term)
                 if extent is None:
                     return None

@@ -9,15 +9,14 @@ every score. What is written out stands in for the call until it is fused; where
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from . import log
+from .emitter import fake_mode_of
 from .kernel_support import without_autocast
 from .patterns.views import argument, name_of
 from .refusal import declare
@@ -118,15 +117,10 @@ class _Writer:
         with self.call.graph.inserting_before(self.call):
             node = self.call.graph.call_function(target, args)
         node.meta = {k: v for k, v in self.call.meta.items() if k not in ("val", "example_value")}
-        with self._mode(), without_autocast(self.call.meta["val"].device.type):
+        with fake_mode_of(node), without_autocast(self.call.meta["val"].device.type):
             node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
         self.added.append(node)
         return node
 
     def cast(self, x: Any) -> fx.Node:
         return x if x.meta["val"].dtype == self.dtype else self.emit(aten.to.dtype, x, self.dtype)
-
-    def _mode(self) -> AbstractContextManager[Any]:
-        value = self.call.meta["val"]
-        assert isinstance(value, FakeTensor)
-        return value.fake_mode

@@ -16,7 +16,7 @@ from .emitter import Emitter, fake_mode_of
 from .graph import GraphContext
 from .index import ONE, Expr
 from .layout import dense_order, freed_views, makes_its_own
-from .patterns.views import name_of
+from .patterns.views import name_of, value_of
 from .request import Plan, TensorSpec
 from .site import Atom, AttentionSite, Captured, View4
 
@@ -216,8 +216,8 @@ def _with_columns(emitter: SiteEmitter, site: AttentionSite, call: fx.Node, out:
     lse = _result(emitter, call, 1)
     for column in site.columns:
         captures = [emitter.capture(c, out.meta["val"].device) for c in column.captures]
-        sizes = [_fake(emitter.size(s)) for s in column.size_symbols]
-        box = [_fake(emitter.size(e)) for e in (ax.b, ax.hq, ax.q, column.length)]
+        sizes = [value_of(emitter.size(s)) for s in column.size_symbols]
+        box = [value_of(emitter.size(e)) for e in (ax.b, ax.hq, ax.q, column.length)]
         total = emitter.record(partial(column_lse, column.program, box, sizes), out, captures)
         out, lse = emitter.record(share_of_keys, out, lse, total), emitter.record(torch.logaddexp, lse, total)
     return out
@@ -231,10 +231,6 @@ def _result(emitter: SiteEmitter, call: fx.Node, position: int) -> fx.Node:
     if call in emitter.context.needs_grad:
         emitter.context.needs_grad.add(node)
     return node
-
-
-def _fake(size: Any) -> Any:
-    return size.meta["val"] if isinstance(size, fx.Node) else size
 
 
 def _attention_call(emitter: SiteEmitter, site: AttentionSite, placed: Placed, seed: fx.Node | None, plan: Plan) -> fx.Node:

@@ -191,6 +191,8 @@ def shifts(node: fx.Node, dim: int) -> dict[fx.Node, fx.Node]:
             if n.op == "call_function" and n.meta["val"].dim() == node.meta["val"].dim() and n not in seen:
                 seen.add(n)
                 queue.append(n)
+    if found.keys() <= {node}:
+        return found
     behind = _ancestors(node)
     return {shift: x for shift, x in found.items() if shift is node or _leads_through(shift, node, linear, behind)}
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from .graph import GraphContext
-from .index import Expr, Space, as_expr, broadcast_index, mixed_radix, shape_of
+from .index import Expr, Space, as_expr, broadcast_index, equal, mixed_radix, product, shape_of
 from .location import location_of
 from .patterns import generators, joins, pointwise, views
 from .program import ProgramBuilder
@@ -56,6 +56,7 @@ class Lifter:
         self.builder = builder
         self.captured: list[fx.Node] = []
         self.splits: dict[fx.Node, tuple[tuple[Expr, ...], ...] | None] = {}
+        self.orders: dict[fx.Node, tuple[int, ...] | None] = {}
         self.size_symbols: list[Expr] = []
         self.touched: set[fx.Node] = set()
         self._known: dict[tuple[fx.Node, tuple[Expr, ...]], int] = {}
@@ -157,14 +158,32 @@ class Lifter:
             digits = mixed_radix(self.space, i, size)
             apart = digits is not None and len(digits) > 1 and all(x in self.names for x, _ in digits)
             split.append(tuple(e for _, e in digits) if digits and apart else (size,))
-            places += [self.size(x) for x, _ in digits] if digits and apart else [self.size(i)]
+            places += [x for x, _ in digits] if digits and apart else [i]
         self.splits.setdefault(node, tuple(split) if len(places) > len(index) else None)
         if self.splits[node] != (tuple(split) if len(places) > len(index) else None):
             raise refuse(REINDEXED, "a captured tensor is read through two different views of its dimensions", node)
-        return self._load(node, places)
+        self.orders.setdefault(node, self._order(node, places))
+        return self._load(node, [self.size(i) for i in places])
+
+    def _order(self, node: fx.Node, places: list[Expr]) -> tuple[int, ...] | None:
+        """Dimensions of a copy in which neighbouring keys are neighbours in memory (threads of a GPU read along the keys).
+
+        None: ``node`` is read as it is, since it is so already, an input of the graph, or no plain tensor of positions.
+        """
+        axes = [self.names.get(i) for i in places]
+        strides = node.meta["val"].stride()
+        named = [a for a in axes if a is not None]
+        plain = len(set(named)) == len(named) and {"q", "k"} <= set(named) and all(isinstance(s, int) and s > 0 for s in strides)
+        if node.op != "call_function" or not plain:
+            return None
+        parts = self.splits[node] or tuple((size,) for size in shape_of(node.meta["val"]))
+        apart = [(product(list(dimension[at + 1 :])) * stride) for dimension, stride in zip(parts, strides) for at in range(len(dimension))]
+        order = tuple(sorted(range(len(axes)), key=lambda d: "bhqk".index(axes[d] or "b")))
+        return None if all(equal(apart[order[-1]], s) or (apart[order[-1]] - s).is_negative for s in apart) else order
 
     def _load(self, node: fx.Node, places: list[int]) -> int:
-        return self.builder.load(self.number(node, len(places)), places)
+        order = self.orders.setdefault(node, None)
+        return self.builder.load(self.number(node, len(places)), places if order is None else [places[d] for d in order])
 
     def number(self, node: fx.Node, rank: int) -> int:
         """Capture number of ``node``, declared at its first use."""
@@ -194,7 +213,7 @@ class Lifter:
         return self._capture(node, broadcast_index(shape_of(node.meta["val"]), index))
 
     def captures(self) -> tuple[Captured, ...]:
-        return tuple(Captured(n, self.splits.get(n), self.narrowed.get(n)) for n in self.captured)
+        return tuple(Captured(n, self.splits.get(n), self.narrowed.get(n), self.orders.get(n)) for n in self.captured)
 
     def size(self, expr: Expr) -> int:
         """Integer program value of an index or size expression."""
@@ -261,6 +280,9 @@ _EXPENSIVE = frozenset({"exp", "log", "tanh", "sigmoid", "sqrt", "rsqrt", "pow",
 SMALL_BIAS = 1 << 20
 """A learned bias of fewer elements is read as the tensor that it is: with no memory to save, its table costs more launches than it spares
 (Swin's windows of 49 x 49, H200). Above it, the table is read by index in the kernel (T5 at 2048: 4 times faster training)."""
+LONG = 14
+"""A fixed value of fewer than ``SMALL_BIAS`` elements that takes more operations (the mask of Swin's shifted windows: 18) is stored: a kernel would
+repeat them for every head and batch. Masks that hide whole ranges of keys take fewer (10 in transformers), and stay visible to the kernel."""
 _EXACT = frozenset(
     {"add", "sub", "rsub", "mul", "neg", "abs", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "where", "masked_fill", "to", "_to_copy"}
 )
@@ -298,7 +320,18 @@ class Cuts:
         if any(not self._readable(n) for n in below):
             return here
         cost = sum(elements(n) for n in below) * (8 if views.name_of(node) in _EXPENSIVE else 1)
-        return below if views.is_view(node) or cost <= elements(node) else here
+        return below if views.is_view(node) or (cost <= elements(node) and not self._better_stored(node, below)) else here
+
+    def _better_stored(self, node: fx.Node, below: frozenset[fx.Node]) -> bool:
+        """Is it small, fixed, and more work to compute than to read?"""
+        if elements(node) >= SMALL_BIAS or node in self.context.needs_grad or not self._readable(node):
+            return False
+        seen, queue = {node}, [node]
+        while queue and len(seen) <= 2 * LONG:
+            inputs = [n for n in queue.pop().all_input_nodes if n not in below and n not in seen and isinstance(n.meta.get("val"), torch.Tensor)]
+            seen.update(inputs)
+            queue += inputs
+        return sum(views.name_of(n) in pointwise.RULES for n in seen) > LONG
 
     def _open(self, node: fx.Node) -> bool:
         """May be computed inside the kernel instead of being read."""

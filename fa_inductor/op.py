@@ -119,7 +119,7 @@ own_copy.register_autograd(lambda ctx, grad: grad)
 
 # the calls of a final graph that stand for one fused attention: one per kernel and direction
 _FORWARD = re.compile(r"fa_inductor\.tiled_forward|_scaled_dot_product_\w*attention(_for_cpu)?(\.|$)|^fa2_forward$")
-_BACKWARD = re.compile(r"fa_inductor\.tiled_backward|_scaled_dot_product_\w*attention\w*_backward|^fa2_delta$")
+_BACKWARD = re.compile(r"fa_inductor\.tiled_backward|_scaled_dot_product_\w*attention\w*_backward|^fa2_(delta|backward_whole)$")
 
 
 def count_calls(gm: torch.fx.GraphModule, backward: bool) -> int:

@@ -124,9 +124,11 @@ class SiteEmitter(Emitter):
         node = self.trained(self.own(node), node)
         if captured.dtype is not None:
             node = self.call(aten.to.dtype, node, getattr(torch, captured.dtype))
-        if captured.split is None:
+        if captured.split is not None:
+            node = self.call(aten.reshape.default, node, [self.size(e) for parts in captured.split for e in parts])
+        if captured.order is None:
             return node
-        return self.call(aten.reshape.default, node, [self.size(e) for parts in captured.split for e in parts])
+        return self.call(aten.contiguous.default, self.call(aten.permute.default, node, captured.order))
 
 
 def _speed(atoms: list[Atom], i: int) -> int:

@@ -49,12 +49,13 @@ class View4:
 class Captured:
     """A tensor (or symbolic float) that the program reads; ``split`` gives each dimension's parts where some are read apart.
 
-    ``dtype``: a narrower integer format that holds all its values.
+    ``dtype``: a narrower integer format that holds all its values. ``order``: of the dimensions (after ``split``) in a copy that the kernel reads.
     """
 
     node: fx.Node
     split: tuple[tuple[Expr, ...], ...] | None = None
     dtype: str | None = None
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -396,6 +396,8 @@ RECTANGLE = Dims(lq=33, lk=97)
 TALL = Dims(lq=97, lk=33)
 GROUPED = Dims(hq=4, hkv=2, lq=63, lk=63)
 NARROW_VALUES = Dims(lq=65, lk=65, d=32, dv=16)
+WINDOW = Dims(b=4, hq=2, hkv=2, lq=49, lk=49, d=32, dv=32)
+SMALL_WINDOW = Dims(b=4, hq=2, hkv=2, lq=17, lk=31, d=16, dv=24)
 
 
 def _cases() -> Iterator[Case]:
@@ -440,6 +442,12 @@ def _cases() -> Iterator[Case]:
         yield Case(f"causal_inf-blhd-{short}", "causal_inf", SQUARE, dtype=dtype, layout="blhd")
         yield Case(f"plain-long-{short}", "plain", Dims(b=1, lq=65, lk=1030, d=64, dv=64), dtype=dtype)
 
+    for form in FORMS:  # the scores of a head are one tile
+        yield Case(f"{form}-window", form, SMALL_WINDOW)
+        if not form.endswith(("1e9", "1e9_hidden_rows")):
+            yield Case(f"{form}-window-bfloat16", form, WINDOW, dtype=torch.bfloat16)
+    for form in ("padding_replace_inf_hidden_rows", "padding_add_inf_hidden_rows"):
+        yield Case(f"{form}-window-zero", form, SMALL_WINDOW, masked_rows="zero")
     for form in ("plain", "causal_inf", "causal_min", "padding_replace_min_hidden_rows", "softcap", "bias_hqk_grad", "alibi_grad", "post_dense_grad"):
         yield Case(f"{form}-lse", form, GROUPED, lse=True)
     yield Case("padding_replace_inf_hidden_rows-zero-lse", "padding_replace_inf_hidden_rows", TALL, masked_rows="zero", lse=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fa_inductor.program import Coordinates, evaluate
 from fa_inductor.request import Forward, Gradients, Inputs, Needs, Plan, Size
 
-from .codegen import columns_kernel, delta_kernel, dense_kernel, rows_kernel, sum_kernel, traits_of
+from .codegen import columns_kernel, delta_kernel, dense_kernel, rows_kernel, sum_kernel, traits_of, whole_kernel
 from .launch import common_arguments, empty_like_order, launch, tensor_arguments, tiles
 from .template_backward import Wanted
 from .text import strided
@@ -18,6 +18,7 @@ from .traits import LoadGradient, Traits
 
 _MOST_ENTRIES = 4096
 _PROGRAMS = 1024  # dense gradients: programs that keep a large GPU busy
+_RESIDENT = 264  # of the kernel for whole score matrices: two on each processor is what their registers allow
 
 
 def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, grad_lse: Tensor | None, needs: Needs) -> Gradients:
@@ -27,6 +28,8 @@ def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, grad
     dense = [g for g in gradients if {"q", "k"} <= set(g.letters)]
     by_key = tuple(g for g in gradients if "k" in g.letters and "q" not in g.letters)
     by_row = tuple(g for g in gradients if "k" not in g.letters)
+    if plan.get("whole") and grad_lse is None and not by_key and not by_row and len(dense) <= 1 and not any(_is_table(plan, inputs, g) for g in dense):
+        return _whole(plan, inputs, result, grad_out, needs, dense[0] if dense else None)
     shared = _shared(traits, inputs, result, grad_out, grad_lse)
     sums: list[tuple[LoadGradient, Tensor]] = []
     dq = _rows(plan, inputs, shared, needs.q, by_row, sums)
@@ -119,26 +122,60 @@ def _options(plan: Plan, kernel: str) -> dict[str, Any]:
     return {option: plan.get(f"{kernel}_{name}") for option, name in names.items()}
 
 
+def _whole(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, gradient: LoadGradient | None) -> Gradients:
+    """Every gradient in one launch, where each (b, h) is one tile."""
+    traits, q = traits_of(plan), inputs.q
+    letters = "".join(name for name, wanted in (("q", needs.q), ("k", needs.k), ("v", needs.v)) if wanted)
+    want = Wanted(frozenset(letters), (gradient.capture,) if gradient is not None else ())
+    found = {name: empty_like_order(getattr(inputs, name), getattr(inputs, name).shape) for name in letters}
+    tensors = {"Q": q, "K": inputs.k, "V": inputs.v, "DO": grad_out} | {f"D{name.upper()}": t for name, t in found.items()}
+    arguments = tensor_arguments(tensors) | {"LSE": result.lse, **common_arguments(traits, inputs)}
+    if traits.split_lse:
+        arguments["LSE_LOW"] = result.extra[0]
+    sums = _Sums(inputs, gradient, 1, _RESIDENT) if gradient is not None else None
+    programs = sums.programs if sums is not None else q.shape[0] * q.shape[1]
+    arguments |= sums.arguments() if sums is not None else {"B": q.shape[0], "CHUNKS": 1}
+    launch(whole_kernel(plan, want, gradient), programs, arguments, **_options(plan, "whole"))
+    captures: list[Tensor | None] = [torch.zeros_like(c) if n else None for c, n in zip(inputs.captures, needs.captures, strict=True)]
+    if gradient is not None and sums is not None:
+        captures[gradient.capture] = _gather(inputs, gradient.capture, [(gradient, sums.total(plan))], [])
+    return Gradients(found.get("q"), found.get("k"), found.get("v"), tuple(captures))
+
+
+class _Sums:
+    """Where the gradient of a capture that is indexed by q and k goes: as (B or 1, H or 1, Lq, Lk), in chunks that ``fa2_sum`` adds up."""
+
+    def __init__(self, inputs: Inputs, gradient: LoadGradient, tiles_each: Size, programs: int = _PROGRAMS) -> None:
+        batch, heads, length, _ = inputs.q.shape
+        by_batch, by_head = ("b" in gradient.letters), ("h" in gradient.letters)
+        self.batch = batch
+        self.shape = (batch if by_batch else 1, heads if by_head else 1, length, inputs.k.shape[2])
+        self.elements = self.shape[0] * self.shape[1] * self.shape[2] * self.shape[3]
+        grid = tiles_each * self.shape[0] * self.shape[1]
+        self.whole = by_batch and by_head
+        self.chunks = 1 if self.whole else _chunks(programs, grid, (1 if by_batch else batch) * (1 if by_head else heads))
+        self.programs = grid * self.chunks
+        dtype = torch.float32 if gradient.axes is None else inputs.captures[gradient.capture].dtype
+        self.out = torch.empty(self.shape, dtype=dtype, device=inputs.q.device)
+        # flat, so that no shape holds the number of chunks and nothing asks whether it is 1
+        self.parts = self.out if self.whole else torch.empty((self.chunks * self.elements,), dtype=torch.float32, device=inputs.q.device)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"G0": self.parts, "B": self.batch, "CHUNKS": self.chunks}
+
+    def total(self, plan: Plan) -> Tensor:
+        if not self.whole:
+            sizes = {"PARTS": self.parts, "OUT": self.out, "elements": self.elements, "CHUNKS": self.chunks}
+            launch(sum_kernel(plan), tiles(self.elements, 1024), sizes, BLOCK=1024, num_warps=4, num_stages=1)
+        return self.out
+
+
 def _dense(plan: Plan, inputs: Inputs, shared: dict[str, Any], gradient: LoadGradient) -> Tensor:
     """Gradient indexed by q and k, as (B or 1, H or 1, Lq, Lk)."""
-    batch, heads, length, _ = inputs.q.shape
-    keys = inputs.k.shape[2]
-    letters = gradient.letters
-    batches, kept_heads = batch if "b" in letters else 1, heads if "h" in letters else 1
     options = _options(plan, "dense")
-    grid = tiles(length, options["BLOCK_M"]) * tiles(keys, options["BLOCK_N"]) * batches * kept_heads
-    # flat, so that no shape holds the number of chunks and nothing asks whether it is 1
-    dtype = torch.float32 if gradient.axes is None else inputs.captures[gradient.capture].dtype
-    out = torch.empty((batches, kept_heads, length, keys), dtype=dtype, device=inputs.q.device)
-    elements = batches * kept_heads * length * keys
-    whole = "b" in letters and "h" in letters
-    chunks = 1 if whole else _chunks(grid, (1 if "b" in letters else batch) * (1 if "h" in letters else heads))
-    parts = out if whole else torch.empty((chunks * elements,), dtype=torch.float32, device=inputs.q.device)
-    launch(dense_kernel(plan, gradient), grid * chunks, shared | {"G0": parts, "B": batch, "CHUNKS": chunks}, **options)
-    if not whole:
-        sizes = {"PARTS": parts, "OUT": out, "elements": elements, "CHUNKS": chunks}
-        launch(sum_kernel(plan), tiles(elements, 1024), sizes, BLOCK=1024, num_warps=4, num_stages=1)
-    return out
+    sums = _Sums(inputs, gradient, tiles(inputs.q.shape[2], options["BLOCK_M"]) * tiles(inputs.k.shape[2], options["BLOCK_N"]))
+    launch(dense_kernel(plan, gradient), sums.programs, shared | sums.arguments(), **options)
+    return sums.total(plan)
 
 
 def _is_table(plan: Plan, inputs: Inputs, gradient: LoadGradient) -> bool:
@@ -155,15 +192,15 @@ def _table(plan: Plan, inputs: Inputs, shared: dict[str, Any], gradient: LoadGra
     kept = (batch if "b" in letters else 1) * (heads if "h" in letters else 1)
     grid = tiles(length, options["BLOCK_M"]) * tiles(inputs.k.shape[2], options["BLOCK_N"]) * kept
     whole = "b" in letters and "h" in letters
-    chunks = 1 if whole else _chunks(grid, (1 if "b" in letters else batch) * (1 if "h" in letters else heads))
+    chunks = 1 if whole else _chunks(_PROGRAMS, grid, (1 if "b" in letters else batch) * (1 if "h" in letters else heads))
     out = torch.zeros(inputs.captures[gradient.capture].shape, dtype=torch.float32, device=inputs.q.device)
     launch(dense_kernel(plan, gradient, True), grid * chunks, shared | {"G0": out, "B": batch, "CHUNKS": chunks}, **options)
     return out
 
 
-def _chunks(programs: Size, members: Size) -> Size:
-    """Parts that the sum over ``members`` is split into, so that about ``_PROGRAMS`` run; may be symbolic."""
-    wanted = torch.sym_max(1, _PROGRAMS // programs)
+def _chunks(wanted_programs: int, programs: Size, members: Size) -> Size:
+    """Parts that the sum over ``members`` is split into, so that about so many programs run; may be symbolic."""
+    wanted = torch.sym_max(1, wanted_programs // programs)
     return torch.sym_min(wanted, members)
 
 

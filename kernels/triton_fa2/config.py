@@ -5,7 +5,7 @@ Shared memory bounds every choice: ``(capability) -> bytes`` below, against an e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,12 +19,13 @@ _PROCESSORS = 132
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel's tile (m query rows, n keys), warps and stages."""
+    """One kernel's tile (m query rows, n keys), warps and stages; ``single``: its loop has one tile, whatever the mask."""
 
     m: int
     n: int
     warps: int
     stages: int
+    single: bool = False
 
 
 def shared_memory(capability: tuple[int, int] | None) -> int:
@@ -53,9 +54,10 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
         "precision": "" if size == 2 else "tf32" if request.tf32 else "ieee",
     }
     for name, launch in launches.items():
-        fitted = _fit(name, _shrink(name, launch, request), request, limit)
+        fitted = _single(name, _fit(name, _shrink(name, launch, request), request, limit), request)
         entries |= {f"{name}_m": fitted.m, f"{name}_n": fitted.n, f"{name}_warps": fitted.warps, f"{name}_stages": fitted.stages}
-    return tuple(sorted(entries.items()))
+        entries |= {f"{name}_single": fitted.single} if name != "dense" else {}
+    return tuple(sorted((entries | _whole(request, wide)).items()))
 
 
 def _hopper(wide: int) -> dict[str, Launch]:
@@ -103,6 +105,24 @@ def _shrink(name: str, launch: Launch, request: AttentionRequest) -> Launch:
             m, n = (m, 64) if name == "columns" else (64, n)
     warps = min(warps, 4) if m * n < launch.m * launch.n and m * n <= 64 * 64 else warps
     return Launch(m, n, warps, launch.stages)
+
+
+def _single(name: str, launch: Launch, request: AttentionRequest) -> Launch:
+    """A kernel whose loop surely has one tile has no loop, and nothing to pipeline."""
+    length, tile = (request.q.shape[2], launch.m) if name == "columns" else (request.k.shape[2], launch.n)
+    if name == "dense" or not (isinstance(length, int) and length <= tile):
+        return launch
+    return replace(launch, stages=1, single=True)
+
+
+def _whole(request: AttentionRequest, wide: int) -> dict[str, int | bool]:
+    """Tile of the backward kernel for score matrices that are one tile, if these are: keys and queries of windows."""
+    most = 64 if request.q.dtype.itemsize == 2 else 32
+    lengths = request.q.shape[2], request.k.shape[2]
+    fits = all(isinstance(n, int) and 0 < n <= most for n in lengths) and wide <= 64 and request.q.shape[1] == request.k.shape[1]
+    if not fits:
+        return {"whole": False}
+    return {"whole": True, "whole_m": block(int(lengths[0])), "whole_n": block(int(lengths[1])), "whole_warps": 4, "whole_stages": 1}
 
 
 def sums_over_keys(request: AttentionRequest) -> bool:

@@ -94,16 +94,17 @@ def delta_source(traits: Traits) -> str:
 
 # -- one tile ------------------------------------------------------------------------------------------------------------
 def gradient_tile(
-    traits: Traits, flavour: Flavour, rows: bool, loop: str, want: Wanted, hoisted: list[str], values: list[int], prefix: str = ""
+    traits: Traits, flavour: Flavour, rows: bool, loop: str, want: Wanted, hoisted: list[str], values: list[int], own_delta: bool = False
 ) -> tuple[list[str], list[str]]:
     """Statements that define ``pv`` (what multiplies dO) and ``ds``; and the expressions of the results ``values``.
 
     Expects ``q_t k_t v_t do_t lse low delta q_idx k_idx`` and, on edge tiles, the column condition ``k_in`` (and ``q_in``).
+    ``own_delta``: the tile holds whole rows, so that delta = rowsum(P dP) is computed here.
     """
     precision = traits.precision
     along_q, along_k, shape = ("[:, None]", "[None, :]", "[BLOCK_M, BLOCK_N]") if rows else ("[None, :]", "[:, None]", "[BLOCK_N, BLOCK_M]")
     dot = (lambda q, k: f"tl.dot({q}, tl.trans({k}){precision})") if rows else (lambda q, k: f"tl.dot({k}, tl.trans({q}){precision})")
-    name = f"{prefix}{flavour.name[0]}"
+    name = flavour.name[0]
     renderer = Renderer(flavour.program, {"score": "s", "grad": "ds", "b": "b", "h": "h", "q": "q_idx", "k": "k_idx"}, (loop,), name)
     y = renderer.value(flavour.program.results[0]) if flavour.scale is None else "s"
     lines = [f"s = {dot('q_t', 'k_t')}", *renderer.lines]
@@ -115,7 +116,7 @@ def gradient_tile(
         lines += [f'y = tl.where(k_in{along_k}, {y}, float("-inf"))']
         y = "y"
     lines += [_probabilities(traits, flavour, y, along_q)]
-    post_hoisted, post_lines, factor = post_factor(traits, loop, f"{prefix}p{flavour.name[0]}")
+    post_hoisted, post_lines, factor = post_factor(traits, loop, f"p{name}")
     lines += post_lines
     weight = factor
     if traits.dropout:
@@ -127,7 +128,9 @@ def gradient_tile(
         lines += ["pv = p * w" if weight else "pv = p"]
     results: list[str] = []
     if want.needs_dscore:
-        lines += [f"dp = {dot('do_t', 'v_t')}", *(["dp = dp * w"] if weight else []), f"ds = p * (dp - delta{along_q})"]
+        lines += [f"dp = {dot('do_t', 'v_t')}", *(["dp = dp * w"] if weight else [])]
+        lines += [f"delta = tl.sum(p * dp, {1 if rows else 0})"] if own_delta else []
+        lines += [f"ds = p * (dp - delta{along_q})"]
         results = [renderer.value(flavour.program.results[i]) for i in values]
         lines += renderer.lines
         if flavour.edge:
@@ -146,8 +149,8 @@ def _probabilities(traits: Traits, flavour: Flavour, y: str, along_q: str) -> st
     return f"p = tl.exp2(({y} - lse{along_q}{low}) * {LOG2E!r})"
 
 
-def row_statistics(traits: Traits, row: str, condition: str | None, flavours: Iterable[Flavour]) -> list[str]:
-    """Load lse and delta of the query rows; rows past the end get lse = inf, so that P = 0."""
+def row_statistics(traits: Traits, row: str, condition: str | None, flavours: Iterable[Flavour], own_delta: bool = False) -> list[str]:
+    """Load lse and (unless the kernel computes it) delta of the query rows; rows past the end get lse = inf, so that P = 0."""
 
     def load(tensor: str, other: str) -> str:
         return f"tl.load({tensor} + {row}, mask={condition}, other={other})" if condition else f"tl.load({tensor} + {row})"
@@ -160,12 +163,12 @@ def row_statistics(traits: Traits, row: str, condition: str | None, flavours: It
         lines += [f"low = {load('LSE_LOW', '0.0')}"]
     if any(f.folded or f.scale is not None for f in flavours):
         lines += [f"lse2 = lse * {LOG2E!r}" + (f" + low * {LOG2E!r}" if traits.split_lse else "")]
-    return [*lines, f"delta = {load('DELTA', '0.0')}"]
+    return lines if own_delta else [*lines, f"delta = {load('DELTA', '0.0')}"]
 
 
-def _flagged(traits: Traits, tiles: str) -> list[str]:
+def _flagged(traits: Traits, tiles: str, kernel: str) -> list[str]:
     """A head with a row that hidden tiles decide visits all tiles."""
-    if traits.flag_below is None:
+    if traits.flag_below is None or traits.single(kernel):
         return []
     return ["whole = tl.load(FLAG + bh) != 0", "t_lo = tl.where(whole, 0, t_lo)", f"t_hi = tl.where(whole, {tiles}, t_hi)"]
 
@@ -187,7 +190,7 @@ def rows_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, ...]
     d_in, dv_in = padded(traits)
     hoisted: list[str] = []
     tiles, flavours = {}, []
-    for edge in (False, True):
+    for edge in traits.edges("rows"):
         flavour, gradients = traits.backward_flavour(edge, want.captures)
         flavours.append(flavour)
         tiles[edge] = _rows_tile(traits, flavour, want, _positions(traits, gradients, partials, want.captures), hoisted)
@@ -201,7 +204,7 @@ def rows_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, ...]
         "q_rows = m0 + tl.arange(0, BLOCK_M)",
         "q_in = q_rows < Lq",
         "q_idx = tl.minimum(q_rows, Lq - 1)[:, None]",
-        *_tile_setup(traits),
+        *tile_setup(traits),
         base("k_base", "K", "b", "kv_h"),
         base("v_base", "V", "b", "kv_h"),
         base("q_base", "Q", "b", "h"),
@@ -213,12 +216,12 @@ def rows_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, ...]
         f"do_t = {masked(tile_pointer('do_base', 'DO', 'q_rows', 'dv_local'), 'q_in[:, None]', dv_in)}",
         "row = bh.to(tl.int64) * Lq + q_rows",
         *row_statistics(traits, "row", "q_in", flavours),
-        *tile_range(True, traits, key_scan(traits)),
-        *_flagged(traits, "tiles_n"),
+        *tile_range(True, traits, "rows", key_scan(traits)),
+        *_flagged(traits, "tiles_n", "rows"),
         *hoisted,
         *([f"dq = tl.zeros([BLOCK_M, {block(int(plan.get('d')))}], tl.float32)"] if "q" in want.tensors else []),
         *(f"g{i} = tl.zeros([BLOCK_M], tl.float32)" for i, _ in enumerate(partials)),
-        *tile_loops(tiles[False], tiles[True], traits),
+        *tile_loops(tiles.get(False, []), tiles[True], traits, "rows"),
     ]
     if "q" in want.tensors:
         inside = " & ".join(["q_in[:, None]", *([d_in] if d_in else [])])
@@ -232,7 +235,7 @@ def rows_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, ...]
     return kernel("fa2_backward_rows", common_parameters(traits, outputs, partials), CONSTANTS, unspecialized(traits), body)
 
 
-def _tile_setup(traits: Traits) -> list[str]:
+def tile_setup(traits: Traits) -> list[str]:
     return [
         "zero = tl.full([], 0, tl.int64)",
         f"d_local = tl.arange(0, {block(int(traits.plan.get('d')))})",
@@ -268,18 +271,18 @@ def columns_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, .
     group = int(plan.get("group"))
     hoisted: list[str] = []
     tiles = {}
-    for edge in (False, True):
+    for edge in traits.edges("columns"):
         flavour, gradients = traits.backward_flavour(edge, want.captures)
         tiles[edge] = _columns_tile(traits, flavour, want, _positions(traits, gradients, partials, want.captures), hoisted)
     head = [
         "bh = b * H + h",
         base("q_base", "Q", "b", "h"),
         base("do_base", "DO", "b", "h"),
-        *tile_range(False, traits, _key_tile(traits)),
-        *_flagged(traits, "tiles_m"),
+        *tile_range(False, traits, "columns", _key_tile(traits)),
+        *_flagged(traits, "tiles_m", "columns"),
         *hoisted,
         *(f"g{i} = tl.zeros([BLOCK_N], tl.float32)" for i, _ in enumerate(partials)),
-        *tile_loops(tiles[False], tiles[True], traits),
+        *tile_loops(tiles.get(False, []), tiles[True], traits, "columns"),
         *(f"tl.store(G{i} + bh.to(tl.int64) * Lk + k_rows, g{i}, mask=k_in)" for i, _ in enumerate(partials)),
     ]
     heads = [f"for member in tl.range(0, {group}, num_stages=1):", *indent([f"h = kv_h * {group} + member", *head])] if group > 1 else ["h = kv_h", *head]
@@ -296,7 +299,7 @@ def columns_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, .
         "k_rows = n0 + tl.arange(0, BLOCK_N)",
         "k_in = k_rows < Lk",
         "k_idx = tl.minimum(k_rows, Lk - 1)[:, None]",
-        *_tile_setup(traits),
+        *tile_setup(traits),
         base("k_base", "K", "b", "kv_h"),
         base("v_base", "V", "b", "kv_h"),
         "m_local = tl.arange(0, BLOCK_M)",
@@ -374,7 +377,7 @@ def dense_source(traits: Traits, gradient: LoadGradient, table: bool = False) ->
     result = next(g.result for g in gradients if g.key == gradient.key)
     lines, (value,) = gradient_tile(traits, flavour, True, "bh", Wanted(captures=(gradient.capture,)), hoisted, [result])
     loop = [
-        *_reduced_heads(gradient),
+        *reduced_heads(gradient),
         "bh = b * H + h",
         f"kv_h = h // {plan.get('group')}",
         base("q_base", "Q", "b", "h"),
@@ -399,14 +402,14 @@ def dense_source(traits: Traits, gradient: LoadGradient, table: bool = False) ->
         "n0 = pid % tiles_n * BLOCK_N",
         "m0 = pid // tiles_n % tiles_m * BLOCK_M",
         "outer = pid // (tiles_n * tiles_m)",
-        *_kept_heads(gradient),
+        *kept_heads(gradient),
         "q_rows = m0 + tl.arange(0, BLOCK_M)",
         "k_rows = n0 + tl.arange(0, BLOCK_N)",
         "q_in = q_rows < Lq",
         "k_in = k_rows < Lk",
         "q_idx = tl.minimum(q_rows, Lq - 1)[:, None]",
         "k_idx = tl.minimum(k_rows, Lk - 1)[None, :]",
-        *_tile_setup(traits),
+        *tile_setup(traits),
         *(
             offsets(f"{t.lower()}_off", t, r, d)
             for t, r, d in (("Q", "q_rows", "d_local"), ("DO", "q_rows", "dv_local"), ("K", "k_rows", "d_local"), ("V", "k_rows", "dv_local"))
@@ -456,7 +459,7 @@ def _table_entries(gradient: LoadGradient) -> list[str]:
     ]
 
 
-def _kept_heads(gradient: LoadGradient) -> list[str]:
+def kept_heads(gradient: LoadGradient) -> list[str]:
     """``kept``: the (b, h) part of the output that this program writes; ``begin, end``: the members it sums."""
     both, letters = {"b", "h"} <= set(gradient.letters), gradient.letters
     if both:
@@ -473,7 +476,7 @@ def _kept_heads(gradient: LoadGradient) -> list[str]:
     ]
 
 
-def _reduced_heads(gradient: LoadGradient) -> list[str]:
+def reduced_heads(gradient: LoadGradient) -> list[str]:
     letters = gradient.letters
     if "b" in letters and "h" in letters:
         return ["b = kept // H", "h = kept % H"]

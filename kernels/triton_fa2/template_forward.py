@@ -47,7 +47,7 @@ def parameters(traits: Traits) -> list[str]:
 def forward_source(traits: Traits) -> str:
     """The kernel ``fa2_forward``."""
     hoisted: list[str] = []
-    tiles = {edge: _tile(traits, traits.forward_flavour(edge), hoisted) for edge in (False, True)}
+    tiles = {edge: _tile(traits, traits.forward_flavour(edge), hoisted) for edge in traits.edges("fwd")}
     d_in, dv_in = padded(traits)
     plan = traits.plan
     body = [
@@ -71,16 +71,24 @@ def forward_source(traits: Traits) -> str:
         offsets("v_off", "V", "n_local", "dv_local"),
         f"q_t = {masked(tile_pointer('q_base', 'Q', 'q_rows', 'd_local'), 'q_in[:, None]', d_in)}",
         *(DROPOUT_SETUP if traits.dropout else []),
-        *tile_range(True, traits, key_scan(traits)),
+        *tile_range(True, traits, "fwd", key_scan(traits)),
         *hoisted,
-        'm = tl.full([BLOCK_M], float("-inf"), tl.float32)',
-        "l = tl.zeros([BLOCK_M], tl.float32)",
-        f"acc = tl.zeros([BLOCK_M, {block(int(plan.get('dv')))}], tl.float32)",
-        *tile_loops(tiles[False], tiles[True], traits),
+        *_accumulators(traits),
+        *tile_loops(tiles.get(False, []), tiles[True], traits, "fwd"),
         *_repair(traits, tiles[True]),
         *_epilogue(traits, dv_in),
     ]
     return kernel("fa2_forward", parameters(traits), CONSTANTS, unspecialized(traits), body)
+
+
+def _accumulators(traits: Traits) -> list[str]:
+    if traits.single("fwd"):
+        return []
+    return [
+        'm = tl.full([BLOCK_M], float("-inf"), tl.float32)',
+        "l = tl.zeros([BLOCK_M], tl.float32)",
+        f"acc = tl.zeros([BLOCK_M, {block(int(traits.plan.get('dv')))}], tl.float32)",
+    ]
 
 
 def _tile(traits: Traits, flavour: Flavour, hoisted: list[str]) -> list[str]:
@@ -97,6 +105,9 @@ def _tile(traits: Traits, flavour: Flavour, hoisted: list[str]) -> list[str]:
     lines += [
         f"k_idx = {'tl.minimum(k_rows, Lk - 1)' if flavour.edge else 'k_rows'}[None, :]",
         f"k_t = {masked('k_base + (zero + n0) * K_s2 + k_off', rows, d_in)}",
+    ]
+    at = len(lines)
+    lines += [
         f"s = tl.dot(q_t, tl.trans(k_t){precision})",
         *(renderer.lines if flavour.scale is None else []),
     ]
@@ -106,17 +117,15 @@ def _tile(traits: Traits, flavour: Flavour, hoisted: list[str]) -> list[str]:
     if flavour.edge:
         lines += [f'y = tl.where(k_in[None, :], {y}, float("-inf"))']
         y = "y"
-    lines += [*_softmax(traits, flavour, y), "l = l * alpha + tl.sum(p, 1)"]
+    single = traits.single("fwd")
+    lines += [*_softmax(traits, flavour, y), "l = tl.sum(p, 1)" if single else "l = l * alpha + tl.sum(p, 1)"]
     lines += [*post_lines, f"p = p * {factor}"] if factor else []
     if traits.dropout:
         lines += ["p = tl.where(fa2_keep(m0, n0, bh, seed, offset, threshold, BLOCK_M, BLOCK_N, False), p, 0.0)"]
-    return [
-        *lines,
-        f"v_t = {masked('v_base + (zero + n0) * V_s2 + v_off', rows, dv_in)}",
-        "acc = acc * alpha[:, None]",
-        f"acc = tl.dot(p.to(v_t.dtype), v_t, acc{precision})",
-        "m = m_new",
-    ]
+    values = f"v_t = {masked('v_base + (zero + n0) * V_s2 + v_off', rows, dv_in)}"
+    if single:  # all loads first: none waits for another
+        return [*lines[:at], values, *lines[at:], f"acc = tl.dot(p.to(v_t.dtype), v_t{precision})"]
+    return [*lines, values, "acc = acc * alpha[:, None]", f"acc = tl.dot(p.to(v_t.dtype), v_t, acc{precision})", "m = m_new"]
 
 
 def _softmax(traits: Traits, flavour: Flavour, y: str) -> list[str]:
@@ -127,21 +136,24 @@ def _softmax(traits: Traits, flavour: Flavour, y: str) -> list[str]:
         top = f"{top} * {literal(flavour.scale * (1.0 if natural else LOG2E))}"
     elif flavour.folded and natural:
         top = f"{top} * {LN2!r}"
-    lines = [f"m_new = tl.maximum(m, {top})"]
-    used = "m_new"
+    single = traits.single("fwd")
+    used = "m" if single else "m_new"
+    lines = [f"m = {top}" if single else f"m_new = tl.maximum(m, {top})"]
     if flavour.minus_infinity:
-        lines += ['m_use = tl.where(m_new == float("-inf"), 0.0, m_new)']
+        lines += [f'm_use = tl.where({used} == float("-inf"), 0.0, {used})']
         used = "m_use"
     if flavour.scale is not None or flavour.folded:
         exponent = f"{y} * {literal(flavour.scale * LOG2E)}" if flavour.scale is not None else y
         lines += [f"p = tl.exp2({exponent} - {f'({used} * {LOG2E!r})' if natural else used}[:, None])"]
     else:
         lines += [f"p = tl.exp2(({y} - {used}[:, None]) * {LOG2E!r})"]
+    if single:
+        return lines
     return [*lines, f"alpha = tl.exp2((m - {used}) * {LOG2E!r})" if natural else f"alpha = tl.exp2(m - {used})"]
 
 
 def _repair(traits: Traits, edge: list[str]) -> list[str]:
-    if traits.repair is None:
+    if traits.repair is None or traits.single("fwd"):
         return []
     least = traits.repair if traits.natural else traits.repair * LOG2E
     return [

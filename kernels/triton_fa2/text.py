@@ -118,13 +118,17 @@ def block(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def tile_range(rows: bool, traits: Traits, predicate: Sequence[str] = ()) -> list[str]:
+def tile_range(rows: bool, traits: Traits, kernel: str, predicate: Sequence[str] = ()) -> list[str]:
     """Bounds ``t_lo <= f_lo <= f_hi <= t_hi`` of the loop's tiles: outside [t_lo, t_hi) all is hidden, [f_lo, f_hi) is interior.
+
+    Nothing where there is one tile: it is always visited, which is what eager does.
 
     Args:
         rows: the program owns query rows [m0, m_end) and loops over keys; otherwise keys [n0, n_end) over queries.
         predicate: statements that narrow ``lo hi full_lo full_hi`` further (the scan of padding conditions).
     """
+    if traits.single(kernel):
+        return []
     upper, lower = traits.bound("upper"), traits.bound("lower")
     length, size, tiles = ("Lk", "BLOCK_N", "tiles_n") if rows else ("Lq", "BLOCK_M", "tiles_m")
     # sums with a tensor, because a length of 1 may arrive as a constant, which a loop cannot carry
@@ -181,8 +185,10 @@ def key_scan(traits: Traits) -> list[str]:
     ]
 
 
-def tile_loops(inner: Sequence[str], edge: Sequence[str], traits: Traits) -> list[str]:
-    """The interior loop, then one loop over the edge tiles on both of its sides."""
+def tile_loops(inner: Sequence[str], edge: Sequence[str], traits: Traits, kernel: str) -> list[str]:
+    """The interior loop, then one loop over the edge tiles on both of its sides; the edge tile alone where there is one tile."""
+    if traits.single(kernel):
+        return ["t = 0", *edge]
     masked_loops = bool(traits.mask and traits.mask.terms)
     stages = "" if masked_loops else ", num_stages=1"  # without a mask the edge is at most one ragged tile
     return [

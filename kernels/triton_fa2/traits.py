@@ -100,6 +100,14 @@ class Traits:
     def dropout(self) -> bool:
         return bool(self.plan.get("dropout"))
 
+    def single(self, kernel: str) -> bool:
+        """The kernel's loop over tiles surely has one."""
+        return bool(self.plan.get(f"{kernel}_single"))
+
+    def edges(self, kernel: str) -> tuple[bool, ...]:
+        """Which tiles the kernel has code for: interior (False) and edge (True)."""
+        return (True,) if self.single(kernel) else (False, True)
+
     @property
     def exact_delta(self) -> bool:
         """The output is kept in fp32 for backward too (see ``config.sums_over_keys``)."""

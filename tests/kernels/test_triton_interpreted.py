@@ -74,9 +74,33 @@ def test_dropout_gradients(worker: Worker, form: str, config: dict[str, int]) ->
     worker.run("dropout_gradients", form=form, config=config)
 
 
+@pytest.mark.parametrize("form", ["plain", "causal_inf", "post_head_mask_grad"])
+def test_dropout_gradients_of_windows(worker: Worker, form: str) -> None:
+    worker.run("dropout_gradients", form=form, config={}, window=True)
+
+
+@pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("form", ["plain", "bias_hqk_grad", "bias_bk_grad", "bias_q_grad", "alibi_grad"])
-def test_partial_needs(worker: Worker, form: str) -> None:
-    worker.run("partial_needs", form=form)
+def test_partial_needs(worker: Worker, form: str, window: bool) -> None:
+    worker.run("partial_needs", form=form, window=window)
+
+
+SEPARATE = ["fa2_delta", "fa2_backward_rows", "fa2_backward_columns"]
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("plain", ["fa2_backward_whole"]),
+        ("causal_min", ["fa2_backward_whole"]),
+        ("bias_hqk_grad", ["fa2_backward_whole", "fa2_sum"]),
+        ("swin_grad", [*SEPARATE, "fa2_backward_table"]),
+        ("alibi_grad", SEPARATE),
+        ("bias_bk_grad", SEPARATE),
+    ],
+)
+def test_one_launch_where_the_scores_are_one_tile(worker: Worker, form: str, expected: list[str]) -> None:
+    worker.run("whole_launches", form=form, expected=expected)
 
 
 @pytest.mark.parametrize("form", ["causal_inf", "bias_bk_grad"])

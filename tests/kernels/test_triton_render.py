@@ -162,6 +162,27 @@ def test_configurations_fit(dtype: torch.dtype, capability: tuple[int, int]) -> 
             assert estimate(name, launch, block(d), block(d), dtype.itemsize) <= shared_memory(capability)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dims", "single", "whole"),
+    [
+        (torch.bfloat16, {"lq": 49, "lk": 49, "hq": 2, "hkv": 2}, ("fwd", "rows", "columns"), True),
+        (torch.bfloat16, {"lq": 64, "lk": 64, "hq": 2, "hkv": 2}, ("fwd", "rows", "columns"), True),
+        (torch.bfloat16, {"lq": 65, "lk": 49, "hq": 2, "hkv": 2}, ("fwd", "rows"), False),
+        (torch.bfloat16, {"lq": 49, "lk": 65, "hq": 2, "hkv": 2}, ("columns",), False),
+        (torch.bfloat16, {"lq": 49, "lk": 49, "hq": 2, "hkv": 1}, ("fwd", "rows", "columns"), False),
+        (torch.bfloat16, {"lq": 49, "lk": 49, "hq": 2, "hkv": 2, "d": 80, "dv": 80}, ("fwd", "rows"), False),
+        (torch.float32, {"lq": 33, "lk": 32, "hq": 2, "hkv": 2}, ("fwd", "rows"), False),
+        (torch.float32, {"lq": 32, "lk": 32, "hq": 2, "hkv": 2}, ("fwd", "rows", "columns"), True),
+    ],
+)
+def test_one_tile(dtype: torch.dtype, dims: dict[str, int], single: tuple[str, ...], whole: bool) -> None:
+    """Where one tile surely holds all keys (or queries) there is no loop; where one holds all scores, one kernel computes every gradient."""
+    plan = KERNEL.plan(request_of("causal_inf", dtype, **dims))
+    assert tuple(n for n in ("fwd", "rows", "columns") if plan.get(f"{n}_single")) == single
+    assert plan.get("whole") is whole
+    assert ("tl.range" in forward_source(Traits(plan))) is ("fwd" not in single)
+
+
 def test_refusals() -> None:
     from dataclasses import replace
 

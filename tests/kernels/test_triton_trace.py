@@ -47,20 +47,32 @@ def _symbol(environment: Any, value: int, name: str) -> Any:
     )
 
 
+FORMS = ("plain", "causal_min", "bottom_right_min", "bias_hqk_grad", "bias_bk_grad", "alibi_grad", "padding_replace_min", "buckets_grad")
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize(
-    "form", ["plain", "causal_min", "bottom_right_min", "bias_hqk_grad", "bias_bk_grad", "alibi_grad", "padding_replace_min", "buckets_grad"]
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_traces_without_guards(form: str, dropout: float) -> None:
+    check_trace(form, dropout, KV_HEADS, LENGTH, lengths_known=False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_traces_windows_without_guards(form: str) -> None:
+    """Lengths are known and small, the number of windows is not: one kernel for all gradients."""
+    check_trace(form, 0.0, HEADS, 49, lengths_known=True)
+
+
+def check_trace(form: str, dropout: float, kv_heads: int, tokens: int, lengths_known: bool) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    p = problem(Case("trace", form, Dims(BATCH, HEADS, KV_HEADS, LENGTH, LENGTH, D, D), torch.bfloat16))
+    p = problem(Case("trace", form, Dims(BATCH, HEADS, kv_heads, tokens, tokens, D, D), torch.bfloat16))
     _State.plan, _State.needs, _State.dropout = KERNEL.plan(p.request(dropout)), all_needs(p), dropout
     environment = ShapeEnv()
-    batch, length = _symbol(environment, BATCH, "B"), _symbol(environment, LENGTH, "L")
-    real = {BATCH: batch, LENGTH: length}
+    batch = _symbol(environment, BATCH, "B")
+    length = tokens if lengths_known else _symbol(environment, tokens, "L")
+    real = {BATCH: batch, tokens: length}
 
     def step(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, grad: Tensor, *captures: Tensor) -> tuple[Tensor, ...]:
         sizes = [q.shape[2]] * len(p.form.sizes)
@@ -74,7 +86,7 @@ def test_traces_without_guards(form: str, dropout: float) -> None:
 
         captures = [torch.empty([real.get(n, n) for n in c.shape], dtype=c.dtype, device="cuda") for c in p.captures]
         seed = torch.empty(2, dtype=torch.int64, device="cuda")
-        inputs = (heads_last(HEADS), heads_last(KV_HEADS), heads_last(KV_HEADS), seed, heads_last(HEADS), *captures)
+        inputs = (heads_last(HEADS), heads_last(kv_heads), heads_last(kv_heads), seed, heads_last(HEADS), *captures)
         before = len(environment.guards)
         graph = make_fx(step, tracing_mode="real")(*inputs)
     assert [str(g.expr) for g in environment.guards[before:]] == []

@@ -71,12 +71,13 @@ def _mend_interpreter() -> None:
 
 
 class _Configured:
-    """The kernel with parts of its configuration replaced."""
+    """The kernel with parts of its configuration replaced; other tiles may be several where the kernel's own choice is one."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         from fa_inductor.kernels.triton_fa2 import KERNEL
 
-        self.kernel, self.config, self.name = KERNEL, config, KERNEL.name
+        tiled = {"fwd_single": False, "rows_single": False, "columns_single": False, "whole": False}
+        self.kernel, self.config, self.name = KERNEL, tiled | config if config else {}, KERNEL.name
 
     def plan(self, request: Any) -> Any:
         plan = self.kernel.plan(request)
@@ -148,7 +149,7 @@ def dropout_everything() -> None:
     assert bool((_mask((1, 1, 16, 16), 1.0, {}, (1, 2)) == 0).all())
 
 
-def dropout_gradients(form: str, config: dict[str, Any]) -> None:
+def dropout_gradients(form: str, config: dict[str, Any], window: bool = False) -> None:
     """Backward uses forward's mask: compared with autograd in fp64 under that mask."""
     import torch
     from kernel_cases import Case, Coordinates, Dims, evaluate, problem
@@ -156,35 +157,36 @@ def dropout_gradients(form: str, config: dict[str, Any]) -> None:
     from fa_inductor.request import Needs
 
     p, seed = 0.3, (77 << 33) + 5
-    problem_ = problem(Case("drop", form, Dims(1, 4, 2, 70, 90, 16, 16)))
+    dims = Dims(1, 4, 4, 23, 31, 16, 16) if window else Dims(1, 4, 2, 70, 90, 16, 16)
+    problem_ = problem(Case("drop", form, dims))
     kernel = _Configured(config)
     plan = kernel.plan(problem_.request(p, capture_gradients=False))
     inputs = problem_.inputs(p, torch.tensor([seed, 6]))
     result = kernel.forward(plan, inputs)
     needs = Needs(True, True, True, tuple(False for _ in problem_.captures))
     gradients = kernel.backward(plan, inputs, result, problem_.grad_out, needs)
-    keep = _mask((1, 4, 70, 90), p, {}, (seed, 6)) > 0
+    keep = _mask((1, 4, dims.lq, dims.lk), p, {}, (seed, 6)) > 0
     q, k, v = (t.double().detach().requires_grad_() for t in (problem_.q, problem_.k, problem_.v))
-    box = Coordinates((0, 1), (0, 4), (0, 70), (0, 90))
+    box = Coordinates((0, 1), (0, 4), (0, dims.lq), (0, dims.lk))
     read = {"captures": problem_.captures, "sizes": problem_.form.sizes, "device": q.device, "dtype": torch.float64}
-    (score,) = evaluate(problem_.form.program, box, score=q @ k.repeat_interleave(2, 1).mT, **read)
+    (score,) = evaluate(problem_.form.program, box, score=q @ k.repeat_interleave(4 // dims.hkv, 1).mT, **read)
     probabilities = score.softmax(-1) * keep / (1 - round(p * 65536) / 65536)
     if problem_.form.post is not None:
         probabilities = probabilities * evaluate(problem_.form.post, box, **read)[0]
-    out = probabilities @ v.repeat_interleave(2, 1)
+    out = probabilities @ v.repeat_interleave(4 // dims.hkv, 1)
     expected = torch.autograd.grad(out, (q, k, v), problem_.grad_out.double())
     for got, want in zip((result.out, gradients.q, gradients.k, gradients.v), (out, *expected), strict=True):
         torch.testing.assert_close(got.double(), want.detach(), rtol=1e-4, atol=2e-5)
 
 
-def partial_needs(form: str) -> None:
+def partial_needs(form: str, window: bool = False) -> None:
     """Only what is asked for is returned, and it is the same as when everything is asked for."""
     import torch
     from kernel_cases import Case, Dims, all_needs, named, problem, run_kernel
 
     from fa_inductor.request import Needs
 
-    p = problem(Case("needs", form, Dims(2, 2, 2, 33, 40, 16, 16)))
+    p = problem(Case("needs", form, Dims(2, 2, 2, 23, 30, 16, 16) if window else Dims(2, 2, 2, 33, 40, 16, 16)))
     kernel = _Configured({})
     _, result, everything = run_kernel(kernel, p)
     whole = named(result.out, result.lse, everything).tensors
@@ -208,6 +210,22 @@ def split_columns(form: str) -> None:
         torch.testing.assert_close(a, b, msg=name)
 
 
+def whole_launches(form: str, expected: list[str]) -> None:
+    """The kernels that one backward pass launches."""
+    from kernel_cases import SMALL_WINDOW, Case, problem, run_kernel
+
+    from fa_inductor.kernels.triton_fa2 import backward
+
+    found: list[str] = []
+    launch = backward.launch
+    backward.launch = lambda kernel, *rest, **options: (found.append(kernel.fn.__name__), launch(kernel, *rest, **options))[1]
+    try:
+        run_kernel(_Configured({}), problem(Case("launches", form, SMALL_WINDOW)))
+    finally:
+        backward.launch = launch
+    assert found == expected, found
+
+
 def strides_follow_inputs() -> None:
     """out and every gradient lie in memory as their input does."""
     from kernel_cases import Case, Dims, problem, run_kernel
@@ -220,7 +238,18 @@ def strides_follow_inputs() -> None:
 
 
 CHECKS: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (case, dropout_statistics, dropout_tiles, dropout_everything, dropout_gradients, partial_needs, split_columns, strides_follow_inputs)
+    f.__name__: f
+    for f in (
+        case,
+        dropout_statistics,
+        dropout_tiles,
+        dropout_everything,
+        dropout_gradients,
+        partial_needs,
+        split_columns,
+        whole_launches,
+        strides_follow_inputs,
+    )
 }
 
 

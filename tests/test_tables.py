@@ -116,7 +116,7 @@ def test_only_the_table_trains() -> None:
 def test_a_small_bias_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     (site,) = check(stored_index, FORMS[stored_index]())
-    assert site.program == "0.3*s + c0[q, k, h]"
+    assert site.program == "0.3*s + c0[h, q, k]"
 
 
 @pytest.mark.parametrize(

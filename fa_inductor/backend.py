@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import log, report
-from .analyse import DTYPE, analyse
+from . import breaks, log, report
+from .analyse import DTYPE, NO_SCORES, NOT_ATTENTION, analyse
 from .counters import record_graph
 from .dump import Dump
 from .find import Candidate, find
@@ -37,6 +37,7 @@ from .rewrite import discard, place, replace
 from .select import NO_KERNEL, Selection, select
 from .signs import IN_BODY, has_softmax, in_bodies
 from .site import AttentionSite
+from .torn import left_by, torn
 
 DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention again")
 DROPOUT_RANDOM = declare("fallback_random", "a fused dropout cannot draw eager's random numbers; unset torch._inductor.config.fallback_random to fuse")
@@ -97,12 +98,15 @@ class Compilation:
     report: GraphReport | None = None
     calls: dict[fx.Node, LibraryCall] = field(default_factory=dict)
     """Library calls that are written out; by their softmax."""
+    end: breaks.Break | None = None
+    """The graph break that ended the graph."""
 
     def run(self) -> fx.GraphModule:
         """The graph for Inductor: rewritten, or the original if nothing was."""
         dump = Dump.open(self.options.dump)
         dump.write("dynamo", lambda: str(self.original.graph))
         name = f"graph {next(_names)}"
+        self.end = left_by(self.original)
         promising = has_softmax(self.original)
         if self.options.disabled:
             why = (Refusal(DISABLED, "FA_INDUCTOR_DISABLE is set"),) if promising else ()
@@ -120,6 +124,9 @@ class Compilation:
         outer = GraphContext(normal.gm, torch.is_grad_enabled())
         bodies = [GraphContext(gm, torch.is_grad_enabled(), outer.written) for _, gm in normal.subgraphs]
         verdicts = [v for context in (outer, *bodies) for v in self._graph(context)]
+        for verdict in verdicts:
+            if verdict.refusal is not None and verdict.refusal.code in (NO_SCORES, NOT_ATTENTION) and verdict.candidate.anchor.output in outer.order:
+                self._guarded(verdict, self._look_for_break)
         self.seconds["rewrite"] = time.perf_counter() - start
         self.fused = 0 if self.broken else sum(v.plan is not None for v in verdicts)
         self._dump_stages(dump, verdicts)
@@ -137,7 +144,7 @@ class Compilation:
     ) -> fx.GraphModule:
         sites = tuple(_site_report(i, v) for i, v in enumerate(verdicts))
         sites += tuple(_body_report(i, node) for i, node in enumerate(unsearched, len(sites)))
-        self.report = result = GraphReport(name, sites, refusals, self.seconds)
+        self.report = result = GraphReport(name, sites, refusals, self.seconds, _notes(self.end, sites))
         dump.write("report.txt", lambda: str(result))
         dump.write("report.json", result.to_json)
         missed = [s for s in sites if not s.fused and s.refusal is not None and s.refusal.code != "not_attention"]
@@ -151,6 +158,8 @@ class Compilation:
         for site in self.report.sites:
             if site.refusal is not None and site.refusal.code in (DTYPE, NO_KERNEL):
                 log.warn_once(f"attention at {site.location or site.softmax} stays unfused: {site.refusal.text}; {site.refusal.advice}")
+        if self.end is not None:
+            breaks.remember(self.end)
         record_graph(self.report)
         report.publish(self.report)
 
@@ -259,6 +268,10 @@ class Compilation:
         verdict.plan = selection.plan
         self.differentiated += request.needs_grad
 
+    def _look_for_break(self, verdict: _Verdict) -> None:
+        """Is what the softmax lacks in another graph?"""
+        verdict.refusal = torn(verdict.candidate, self.end) or verdict.refusal
+
     def _deterministic(self) -> bool:
         asked = self.options.deterministic
         return torch.are_deterministic_algorithms_enabled() if asked is None else asked
@@ -276,6 +289,14 @@ def _programs(site: AttentionSite) -> str:
 def _shapes(request: AttentionRequest) -> str:
     names = ("q", "k", "v")
     return ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(names, (request.q, request.k, request.v))) + f" {str(request.q.dtype).removeprefix('torch.')}"
+
+
+def _notes(end: breaks.Break | None, sites: Sequence[SiteReport]) -> tuple[Refusal, ...]:
+    """Attention may hide behind the end of the graph: in a call that is not compiled."""
+    note = end.note if end else None
+    if note is None or any(s.refusal is not None and s.refusal.location == note.location for s in sites):
+        return ()
+    return (note,)
 
 
 def _body_report(index: int, node: fx.Node) -> SiteReport:

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from typing import TypedDict
 
+from . import breaks
 from .report import GraphReport
 
 
@@ -50,7 +51,8 @@ def counters() -> Counts:
 
 
 def reset() -> None:
-    """Set every count to zero."""
+    """Set every count to zero, and forget the graph breaks that were met."""
+    breaks.forget()
     with _lock:
         _counts.clear()
         _refusals.clear()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from . import breaks
+from .location import place_of
 from .report import GraphReport, collecting
 
 
@@ -22,11 +24,13 @@ class Explanation:
         graph_breaks: reason of each graph break, and how often Dynamo met it (inside a function that is called, once more for each
             caller). Attention that is cut by one cannot be fused.
         output: what the call returned.
+        places: "file:line" of the breaks of each reason, where Dynamo keeps it.
     """
 
     graphs: tuple[GraphReport, ...]
     graph_breaks: dict[str, int]
     output: Any
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def fused(self) -> int:
@@ -40,10 +44,10 @@ class Explanation:
 
     def __str__(self) -> str:
         total = f"{len(self.graphs)} graph(s), {len(self.graph_breaks)} kind(s) of graph break, {self.fused} softmax(es) fused, {self.refused} not"
-        breaks = [f"graph break: {_first_paragraph(reason)}" for reason in self.graph_breaks]
+        lines = [f"graph break: {_first_paragraph(reason)}{_where(self.places.get(reason, ()))}" for reason in self.graph_breaks]
         if not self.graphs:
-            breaks.append("Dynamo made no graph: the call ran eagerly (TORCH_LOGS=dynamo says why)")
-        return "\n\n".join(["\n".join([total, *breaks]), *(str(graph) for graph in self.graphs)])
+            lines.append("Dynamo made no graph: the call ran eagerly (TORCH_LOGS=dynamo says why)")
+        return "\n\n".join(["\n".join([total, *lines]), *(str(graph) for graph in self.graphs)])
 
 
 def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Explanation]:
@@ -67,11 +71,13 @@ def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Explanat
 
         call = torch.compile(_fresh_caller(getattr(model, "_orig_mod", model)), backend=backend)
         before = Counter(dynamo_counters["graph_break"])
+        known = len(breaks.of_dynamo())
         with collecting() as graphs:
             output = call(*args, **kwargs)
-        breaks = Counter(dynamo_counters["graph_break"])
-        breaks.subtract(before)
-        return Explanation(tuple(graphs), {reason: n for reason, n in breaks.items() if n > 0}, output)
+        counted = Counter(dynamo_counters["graph_break"])
+        counted.subtract(before)
+        reasons = {reason: n for reason, n in counted.items() if n > 0}
+        return Explanation(tuple(graphs), reasons, output, _places(reasons, known))
 
     return run
 
@@ -88,6 +94,18 @@ def _fresh_caller(self: Callable[..., Any]) -> Callable[..., Any]:
 
     fresh: Callable[..., Any] = types.FunctionType(call.__code__.replace(), call.__globals__, "explained", closure=call.__closure__)
     return fresh
+
+
+def _places(reasons: Iterable[str], known: int) -> dict[str, tuple[str, ...]]:
+    """``known``: how many breaks Dynamo had met before."""
+    met = breaks.of_dynamo()
+    new = [(b.reason, place_of(b.frames)) for b in reversed(met[: len(met) - known])]
+    found = {reason: tuple(dict.fromkeys(place for r, place in new if r == reason)) for reason in reasons}
+    return {reason: places for reason, places in found.items() if places}
+
+
+def _where(places: Sequence[str]) -> str:
+    return f" [{', '.join(places)}]" if places else ""
 
 
 def _first_paragraph(reason: str) -> str:

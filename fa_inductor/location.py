@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ class Frame:
     file: str
     line: int
     source: str
+    function: str = ""
 
     @property
     def internal(self) -> bool:
@@ -30,7 +32,7 @@ class Frame:
         return self.file.startswith((_TORCH, "<"))
 
 
-def _frames(node: fx.Node) -> list[Frame]:
+def frames_of(node: fx.Node) -> list[Frame]:
     """The node's stack, outermost first."""
     lines = (node.stack_trace or "").splitlines()
     frames = []
@@ -38,12 +40,12 @@ def _frames(node: fx.Node) -> list[Frame]:
         match = _FRAME.match(line)
         if match:
             source = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
-            frames.append(Frame(match["file"], int(match["line"]), source))
+            frames.append(Frame(match["file"], int(match["line"]), source, match["function"]))
     return frames
 
 
-def _user_frame(node: fx.Node) -> Frame | None:
-    frames = _frames(node)
+def user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost frame outside PyTorch; failing that, the innermost."""
     own = [frame for frame in frames if not frame.internal] or frames
     return own[-1] if own else None
 
@@ -59,13 +61,18 @@ def _short(path: str) -> str:
 
 def location_of(node: fx.Node) -> str:
     """``file.py:123`` of the innermost frame outside PyTorch (model libraries count as the user's code); empty if unknown."""
-    frame = _user_frame(node)
+    return place_of(frames_of(node))
+
+
+def place_of(frames: Sequence[Frame]) -> str:
+    """The same of a stack."""
+    frame = user_frame(frames)
     return f"{_short(frame.file)}:{frame.line}" if frame else ""
 
 
 def source_line_of(node: fx.Node) -> str:
     """The text of the line that ``location_of`` names; empty if unknown."""
-    frame = _user_frame(node)
+    frame = user_frame(frames_of(node))
     return frame.source if frame else ""
 
 

@@ -88,12 +88,14 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """Every softmax of one graph, what stopped the graph as a whole, and the seconds each stage took."""
+    """Every softmax of one graph, what stopped the graph as a whole, the seconds each stage took, and what else is worth knowing."""
 
     name: str
     sites: tuple[SiteReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[Refusal, ...] = ()
+    """Where attention may be that the graph does not hold. They are no verdicts: neither counters nor ``strict`` heed them."""
 
     @property
     def fused(self) -> int:
@@ -109,6 +111,8 @@ class GraphReport:
             lines.append("  " + ", ".join(f"{stage} {seconds * 1000:.0f} ms" for stage, seconds in self.seconds.items()))
         for refusal in self.refusals:
             lines += [f"  the whole graph was left to Inductor: {refusal}", *_row("advice", refusal.advice)]
+        for note in self.notes:
+            lines += [f"  {note}", *_row("advice", note.advice)]
         for alike in self._alike():
             lines += ["", alike[0].block(alike)]
         return "\n".join(lines)
@@ -146,6 +150,8 @@ def publish(report: GraphReport) -> None:
     logger = log.get("report")
     for refusal in report.refusals:
         logger.info("%s: left to Inductor: %s", report.name, refusal)
+    for note in report.notes:
+        logger.info("%s: %s", report.name, note)
     for site in report.sites:
         logger.info("%s [%d] %s %s%s", report.name, site.index, site.location, site.verdict, f": {site.refusal.text}" if site.refusal else "")
 

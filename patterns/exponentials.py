@@ -11,7 +11,7 @@ from fa_inductor.index import ONE, equal, shape_of
 
 from .views import argument, name_of
 
-CASTS = ("to", "_to_copy", "float")
+CASTS = ("to", "_to_copy")
 PURE = frozenset({*CASTS, "exp", "sub", "add", "mul", "div", "neg", "amax", "max", "getitem", "detach"})
 SUBTRACTIONS = ("sub", "subtract")
 DIVISIONS = ("div", "divide", "true_divide")

@@ -287,7 +287,6 @@ RULES.update(
         "to": _cast,
         "_to_copy": _cast,
         "type_as": _cast,
-        "float": _cast,
         "dropout": lambda cell: cell.read(cell.arg(0)) if not cell.arg(2, "train") or cell.arg(1, "p") == 0 else None,
         "feature_dropout": lambda cell: cell.read(cell.arg(0)) if not cell.arg(2, "train") else None,
         "lt": _compare("lt"),

@@ -51,7 +51,7 @@ def _softcap(nodes: tuple[Node, ...], depends: tuple[frozenset[str], ...], at: i
 
 
 def looks_like_alibi(program: ScoreProgram, bias: int) -> bool:
-    """A bias computed from positions and per-head slopes: depends on k and h, not read from a tensor over (q, k)."""
+    """A bias computed from positions and per-head slopes: depends on k and h, and no tensor is read at a place that depends on q or k."""
     reached, queue = set(), [bias]
     while queue:
         i = queue.pop()
@@ -60,5 +60,7 @@ def looks_like_alibi(program: ScoreProgram, bias: int) -> bool:
             queue += program.nodes[i].args
     nodes = program.nodes
     keys = [i for i in reached if nodes[i].op == "index" and nodes[i].value == "k"]
-    positions = any(i in nodes[j].args and nodes[j].op != "load" for i in keys for j in reached)
-    return positions and "h" in dependencies(program.nodes)[bias]
+    positions = any(i in nodes[j].args for i in keys for j in reached)
+    depends = dependencies(nodes)
+    tables = any(nodes[i].op == "load" and depends[i] & {"q", "k"} for i in reached)
+    return positions and not tables and "h" in depends[bias]

@@ -74,7 +74,7 @@ def _dim(position: int, rank: int) -> int:
     return position + rank if position < 0 else position
 
 
-@_rule("contiguous", "clone", "alias", "lift_fresh", "lift_fresh_copy", "view_of")
+@_rule("contiguous", "clone", "alias", "lift_fresh", "lift_fresh_copy")
 def _same(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
     return _input(node), index
 
@@ -104,7 +104,7 @@ def _transpose(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
     return _input(node), tuple(inner)
 
 
-@_rule("t", "numpy_T", "mT", "adjoint", "matrix_H")
+@_rule("t", "numpy_T", "mT", "mH", "adjoint", "matrix_H")
 def _last_two(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
     if name_of(node) in ("t", "numpy_T"):
         return _input(node), index[::-1]

@@ -1,69 +1,31 @@
 """What is recognised in mask and bias spellings: the program, its labels and the facts of its mask.
 
-A fact line reads: the named conjuncts, "rest" if there are others, "rows see a key" if every row provably does, the fill and
-whether it replaces hidden scores or is added to them, and above which running maximum a hidden tile cannot matter.
+How to read a fact line says ``golden.facts_line``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import sympy
 import torch
 from fusing import check
+from golden import B, D, H, L, facts_line, site_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fa_inductor.analyse import analyse
-from fa_inductor.facts import Affine, ProgramFacts
-from fa_inductor.find import find
-from fa_inductor.graph import GraphContext
-from fa_inductor.normalize import Normalized, normalize
+from fa_inductor.facts import ProgramFacts
 from fa_inductor.options import Options
-from fa_inductor.program import Coordinates, ProgramBuilder, ScoreProgram, evaluate
+from fa_inductor.program import Coordinates, ProgramBuilder, ScoreProgram, evaluate, from_text
 from fa_inductor.recognise import recognise, recognise_site
 from fa_inductor.report import program_maths
 from fa_inductor.site import AttentionSite
 
-B, H, L, D = 2, 2, 6, 4
 LOW = torch.finfo(torch.float32).min
-
-
-def site_of(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> AttentionSite:
-    """The only site of ``function``, analysed as the backend does it."""
-    found: list[AttentionSite] = []
-
-    def backend(gm: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        normal = normalize(gm)
-        assert isinstance(normal, Normalized), normal
-        context = GraphContext(normal.gm, torch.is_grad_enabled())
-        found.extend(analyse(context, c) for c in find(normal.gm.graph))
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
-    (site,) = found
-    return site
-
-
-def bound(a: Affine | None) -> str:
-    assert a is not None
-    words = [f"{'' if c == 1 else '-' if c == -1 else f'{c}*'}n{p}" for p, c in a.terms]
-    return " + ".join(words + ([str(a.constant)] if a.constant or not words else []))
-
-
-def facts_line(facts: ProgramFacts) -> str:
-    mask = facts.mask
-    if mask is None:
-        return "no mask"
-    terms = [{"upper": "k-q <= ", "lower": "k-q >= ", "key": "key"}[t.kind] + ("" if t.kind == "key" else bound(t.bound)) for t in mask.terms]
-    rest = [] if mask.only_these_terms else ["rest"]
-    visible = ["rows see a key"] if mask.every_row_visible else []
-    return "; ".join([*terms, *rest, *visible, f"{mask.hidden} {mask.fill:g}", f"skip above {mask.skip_above:g}"])
 
 
 SPELLINGS: dict[str, tuple[Callable[..., Any], Callable[[], list[Any]], str, int]] = {}
@@ -588,6 +550,23 @@ def learned_temperature(s, t):
 def scores_through_blocks(s):
     """A view to blocks of keys and back leaves no trace."""
     return (s.view(B, H, L, 3, 2) * 0.5).view(B, H, L, L).masked_fill(torch.ones(L, L).tril() == 0, -math.inf)
+
+
+def test_a_table_of_distances_is_no_alibi() -> None:
+    """Nor is a product with positions, as in images: each is read at a place that depends on the query or the key."""
+    table = """program(float32[2]; sizes=0)
+      %0 = score
+      %1 = index k
+      %2 = index q
+      %3 = sub %1 %2
+      %4 = const 16
+      %5 = add %3 %4
+      %6 = index h
+      %7 = load 0 %5 %6
+      %8 = add %0 %7
+      return %8"""
+    length = sympy.Integer(L)
+    assert recognise(from_text(table), length, length, ()).labels == ("bias",)
 
 
 def recognised(name: str) -> tuple[AttentionSite, ProgramFacts, str]:

@@ -168,13 +168,13 @@ class Lifter:
     def _order(self, node: fx.Node, places: list[Expr]) -> tuple[int, ...] | None:
         """Dimensions of a copy in which neighbouring keys are neighbours in memory (threads of a GPU read along the keys).
 
-        None: ``node`` is read as it is, since it is so already, an input of the graph, or no plain tensor of positions.
+        None: ``node`` is read as it is, since it is so already, no plain tensor of positions, or nothing that Inductor would compute in that order.
         """
         axes = [self.names.get(i) for i in places]
         strides = node.meta["val"].stride()
         named = [a for a in axes if a is not None]
         plain = len(set(named)) == len(named) and {"q", "k"} <= set(named) and all(isinstance(s, int) and s > 0 for s in strides)
-        if node.op != "call_function" or not plain:
+        if node.op != "call_function" or not plain or not liftable(node):
             return None
         parts = self.splits[node] or tuple((size,) for size in shape_of(node.meta["val"]))
         apart = [(product(list(dimension[at + 1 :])) * stride) for dimension, stride in zip(parts, strides) for at in range(len(dimension))]

@@ -113,6 +113,18 @@ def test_inputs_of_the_graph_are_not_copied() -> None:
     assert fused_call(as_given, *inputs)[1][0].shape == (L, L, H)
 
 
+def test_products_are_not_copied() -> None:
+    """A copy of what a library's kernel has written would be a pass over memory of its own."""
+
+    def relative(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+        return (q @ k.mT + torch.einsum("bhqd,hkd->bkhq", q, keys).permute(0, 2, 3, 1)).softmax(-1) @ v
+
+    inputs = [*(rand(2, H, L, D) for _ in range(3)), rand(H, L, D)]
+    check(relative, inputs)
+    _, (bias,) = fused_call(relative, *inputs)
+    assert bias.stride()[-1] != 1
+
+
 def test_what_no_key_or_no_query_indexes_is_not_copied() -> None:
     inputs = [*(rand(2, H, L, D) for _ in range(3)), rand(H, L)]
     check(key_bias, inputs)

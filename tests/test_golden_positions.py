@@ -59,7 +59,7 @@ program(float32[3]; sizes=0)
   %1 = index q
   %2 = index k
   %3 = index h
-  %4 = load 0 %1 %2 %3
+  %4 = load 0 %3 %1 %2
   %5 = add %0 %4
   return %5""",
         )

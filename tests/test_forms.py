@@ -127,6 +127,14 @@ def shifted_before_scaling(q, k, v, b):
     return ((s - s.amax(-1).unsqueeze(-1)) * 32).softmax(-1) @ v
 
 
+@form(lambda: [*qkv(), rand(H, L, L), rand(L, L)])
+def shifted_after_a_mask_of_the_least_number(q, k, v, b, c):
+    """What eager computed before the shift does not overflow, or does so here too; the second sequence's rows are the least number alone."""
+    mask = torch.where(padded()[:, None, None], 0.0, torch.finfo(torch.float32).min)
+    s = (q @ k.mT + (b + c) / D**0.5 + mask) / 32
+    return ((s - s.amax(-1).unsqueeze(-1)) * 32).softmax(-1) @ v
+
+
 @form(lambda: [*qkv(), rand(L, L)])
 def shifted_before_a_bias(q, k, v, b):
     s = q @ k.mT
@@ -746,6 +754,34 @@ def shifted_before_a_temperature(q, k, v):
     """A row of the least number alone is a row of zeros once shifted; without the shift it would be a row of -inf."""
     s = q @ k.mT + row_of_the_least_number(q)
     return ((s - s.amax(-1, keepdim=True)) / 0.07).softmax(-1) @ v
+
+
+@miss("scaled_shift", lambda: [*qkv(), rand(H, L, L), rand(L, L)])
+def shifted_and_scaled_by_more_after_a_mask_of_the_least_number(q, k, v, b, c):
+    mask = torch.where(padded()[:, None, None], 0.0, torch.finfo(q.dtype).min)
+    s = (q @ k.mT + b + c + mask) / 32
+    return ((s - s.amax(-1).unsqueeze(-1)) * 33).softmax(-1) @ v
+
+
+@miss("scaled_shift", lambda: [*qkv(), rand(L, L)])
+def shifted_and_scaled_back_with_rounding(q, k, v, b):
+    """The largest number divided and multiplied by 11.3 may come out as infinity."""
+    s = (q @ k.mT + b) / 11.3
+    return ((s - s.amax(-1).unsqueeze(-1)) * 11.3).softmax(-1) @ v
+
+
+@miss("scaled_shift", lambda: [*qkv(), rand(L, L), rand(L, L)])
+def shifted_before_another_mask(q, k, v, b, c):
+    """The sum of two masks of the least number overflows; less its maximum the first is 0 in a row that it hides."""
+    s = q @ k.mT + b
+    return (s - s.amax(-1, keepdim=True) + c).softmax(-1) @ v
+
+
+@miss("unsupported_op", lambda: [*qkv(), rand(L, L)])
+def shifted_and_turned_round(q, k, v, b):
+    """An infinite bias makes eager's row NaN, and would hide its key without the shift."""
+    s = q @ k.mT + b
+    return ((s - s.amax(-1, keepdim=True)) * -0.5).softmax(-1) @ v
 
 
 @miss("scaled_shift")

@@ -74,6 +74,8 @@ class Lifted:
     keys: str
     lifter: Lifter
     score: int
+    shifted: tuple[int, ...]
+    """Values whose maximum eager subtracts, and which it computes as the program does."""
     factor: int
     dropout: tuple[fx.Node, float] | None
 
@@ -202,10 +204,10 @@ class _Region:
         space.extent[K] = second.size
         builder = ProgramBuilder()
         probability, dropout, after = self._lift_after(space, names, second, sides[0])
-        score, lifter, contraction, keys = self._lift_before(space, names, builder)
+        score, shifted, lifter, contraction, keys = self._lift_before(space, names, builder)
         factor = _transplant(after, probability, lifter, self.second)
         lifter.touched |= after.touched
-        return Lifted(second, sides[0], contraction, keys, lifter, score, factor, dropout)
+        return Lifted(second, sides[0], contraction, keys, lifter, score, shifted, factor, dropout)
 
     def _check_addend(self, found: Contraction) -> None:
         """An addend times 0 contributes nothing, not even where it is NaN; its gradient in eager is zeros, not absent."""
@@ -249,12 +251,14 @@ class _Region:
             if position != dim and K in i.free_symbols:
                 raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, the matmul sums over dimension {position}", self.second)
 
-    def _lift_before(self, space: Space, names: dict[sympy.Symbol, str], builder: ProgramBuilder) -> tuple[int, Lifter, Contraction, str]:
+    def _lift_before(self, space: Space, names: dict[sympy.Symbol, str], builder: ProgramBuilder) -> tuple[int, tuple[int, ...], Lifter, Contraction, str]:
         reads: list[Contraction] = []
+        shifted: list[int] = []
 
         def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
             if node in self.shifts:
-                return lifter.element(self.shifts[node], index)
+                shifted.append(lifter.element(self.shifts[node], index))
+                return shifted[-1]
             if node is not self.first:
                 return None
             found = describe(node, index, DIM)
@@ -283,7 +287,7 @@ class _Region:
             with_k = ["rhs"]  # a single key has no index: either operand may be called the keys
         if len(with_k) != 1:
             raise refuse(NOT_CANONICAL, "the softmax axis belongs to neither or both operands of the score matmul", self.first)
-        return score, lifter, first, with_k[0]
+        return score, tuple(shifted), lifter, first, with_k[0]
 
     def _columns(self, space: Space, second: Contraction) -> tuple[list[Column], set[fx.Node]]:
         """The scores beside those of the keys that the softmax runs over too, and the nodes that they are computed by."""
@@ -318,8 +322,7 @@ class _Region:
         if output is None:
             raise refuse(OPERANDS, "the output's dimensions do not come apart into batch, head, query and channel", self.second)
         program, post, captures, sizes = self._programs(lifted)
-        if (self.shifts or self.anchor.factor > 1) and not surely_finite(program, fill=-math.inf, loads=LARGEST):
-            raise refuse(OVERFLOW, "the maximum is subtracted before a factor, without which the scores could overflow", self.anchor.output)
+        self._check_overflow(lifted)
         region = frozenset(lifted.lifter.touched | touched | {self.first, self.second, self.anchor.output}) - {
             n for n in self.context.graph.nodes if n.op == "placeholder"
         }
@@ -335,6 +338,13 @@ class _Region:
             self.anchor, output, views["q"], views["k"], views["v"], axes, program, post, captures, sizes,
             lifted.dropout[1] if lifted.dropout else 0.0, dtype, region, escapes, tuple(columns),
         )  # fmt: skip
+
+    def _check_overflow(self, lifted: Lifted) -> None:
+        """What is computed from scores without the subtracted maximum must be finite wherever they are."""
+        if self.shifts or self.anchor.factor > 1:
+            program = lifted.lifter.builder.finish(lifted.score, *lifted.shifted)
+            if not surely_finite(program, fill=-math.inf, loads=LARGEST):
+                raise refuse(OVERFLOW, "the maximum is subtracted before a factor, without which the scores could overflow", self.anchor.output)
 
     def _dtype(self, lifted: Lifted) -> torch.dtype:
         scores: torch.dtype = self.first.meta["val"].dtype

@@ -11,7 +11,7 @@ from .near_softmax import near_softmax
 from .patterns import softmax
 from .patterns.contraction import is_contraction
 from .patterns.softmax import Softmax
-from .patterns.views import argument, name_of
+from .patterns.views import SPLITS, argument, name_of
 from .refusal import Refusal
 
 
@@ -51,7 +51,7 @@ def _candidate(anchor: Softmax) -> Candidate:
             seen.add(user)
             if is_contraction(user):
                 contractions.append(user)
-            elif is_dropout(user) or liftable(user):
+            elif is_dropout(user) or liftable(user) or name_of(user) in SPLITS:
                 queue.append(user)
             else:
                 others.append(user)
@@ -65,7 +65,7 @@ def reaches_contraction(node: fx.Node) -> bool:
         for user in queue.pop().users:
             if is_contraction(user):
                 return True
-            if user not in seen and (liftable(user) or name_of(user) == "getitem"):
+            if user not in seen and (liftable(user) or name_of(user) in ("getitem", *SPLITS)):
                 seen.add(user)
                 queue.append(user)
     return False
@@ -98,7 +98,7 @@ def score_contractions(source: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         node = queue.pop(0)
         if is_contraction(node):
             found.append(node)
-        elif liftable(node):
+        elif liftable(node) or name_of(node) in SPLITS:
             for n in node.all_input_nodes:
                 if n not in seen:
                     seen.add(n)

@@ -59,14 +59,16 @@ class Lifter:
         self.orders: dict[fx.Node, tuple[int, ...] | None] = {}
         self.size_symbols: list[Expr] = []
         self.touched: set[fx.Node] = set()
-        self._known: dict[tuple[fx.Node, tuple[Expr, ...]], int] = {}
+        self.arms: tuple[joins.Arm, ...] = ()
+        self._known: dict[tuple[fx.Node, tuple[Expr, ...], tuple[joins.Arm, ...]], int] = {}
+        self._locals: dict[sympy.Symbol, int] = {}
         self._cuts = Cuts(context)
         self._capture_numbers: dict[fx.Node, int] = {}
         self.narrowed: dict[fx.Node, str] = {}
 
     # -- elements --------------------------------------------------------------------------------------------------------
     def element(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
-        key = (node, index)
+        key = (node, index, self.arms)
         if key not in self._known:
             self._known[key] = self._element(node, index)
         return self._known[key]
@@ -95,9 +97,11 @@ class Lifter:
     def _inside(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
         below = views.step(self.space, node, index) or joins.step(self.space, node, index)
         if below is not None:
-            return self.element(*below)
+            if views.name_of(node) == "getitem":
+                self.touched.update(node.all_input_nodes)
+            return self.element(*joins.rejoined(self.space, self.arms, node, below))
         if views.name_of(node) in joins.NAMES:
-            raise refuse(REINDEXED, "several parts of a concatenation are read as one", node)
+            return self._joined(node, index)
         generated = generators.RULES.get(views.name_of(node))
         if generated is not None:
             value = generated(self, node, index)
@@ -108,6 +112,22 @@ class Lifter:
         if value is None:
             raise refuse(UNSUPPORTED_OP, f"this form of {_op(node)} cannot be expressed per element", node)
         return self._rounded(node, value)
+
+    def _joined(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        """A concatenation by a choice; not along the keys, whose parts are products of their own."""
+        place = index[joins.parts(node)[1]]
+        if any(self.names.get(s) == "k" for s in place.free_symbols):
+            raise refuse(REINDEXED, "several parts of a concatenation are read as one", node)
+        value = joins.choice(self, node, index)
+        if value is None:
+            raise refuse(UNSUPPORTED_OP, "the parts of a concatenation are different functions of the scores, which may have no finite derivative", node)
+        return value
+
+    def local(self, extent: Expr, value: int) -> sympy.Symbol:
+        """A new symbol for places within a part of a concatenation, with its program value."""
+        symbol = sympy.Dummy("part", integer=True, nonnegative=True)
+        self.space.extent[symbol], self._locals[symbol] = extent, value
+        return symbol
 
     def _rounded(self, node: fx.Node, value: int) -> int:
         """Low-precision results keep their rounding, except on the path of the scores, which is computed in fp32."""
@@ -223,6 +243,8 @@ class Lifter:
             return b.const(int(expr))
         if expr in self.names:
             return b.index(self.names[expr])
+        if expr in self._locals:
+            return self._locals[expr]
         if expr in self.space.extent:
             raise Refused(Refusal(UNSUPPORTED_OP, "a mask or factor depends on the channel of the values or on a batch dimension that only they have"))
         if isinstance(expr, sympy.Symbol):

@@ -174,19 +174,16 @@ def without_shift(node: fx.Node, dim: object) -> fx.Node:
 def shifts(node: fx.Node, dim: int) -> dict[fx.Node, fx.Node]:
     """x for each ``x - max(x, dim)`` that only moves ``node`` by a constant along ``dim``.
 
-    Every way from it to ``node`` leads through sums, casts and factors that are numbers alone.
+    Every way from it to ``node`` leads through sums, casts and factors that are positive numbers alone.
     """
     found: dict[fx.Node, fx.Node] = {}
-    linear: set[fx.Node] = set()
     seen, queue = {node}, [node]
     while queue:
         current = queue.pop()
         source = without_shift(current, dim)
-        below = [source] if source is not current else _linear_in(current)
+        below = [source] if source is not current else _grows_with(current)
         if source is not current:
             found[current] = source
-        if below:
-            linear.add(current)
         for n in below:
             if n.op == "call_function" and n.meta["val"].dim() == node.meta["val"].dim() and n not in seen:
                 seen.add(n)
@@ -194,20 +191,28 @@ def shifts(node: fx.Node, dim: int) -> dict[fx.Node, fx.Node]:
     if found.keys() <= {node}:
         return found
     behind = _ancestors(node)
-    return {shift: x for shift, x in found.items() if shift is node or _leads_through(shift, node, linear, behind)}
+    return {shift: x for shift, x in found.items() if shift is node or _grows_all_the_way(shift, node, behind)}
 
 
-def _linear_in(node: fx.Node) -> list[fx.Node]:
-    """The inputs in which ``node`` is linear with numbers as coefficients; none where it is not, or not known to be."""
+def _grows_with(node: fx.Node) -> list[fx.Node]:
+    """The inputs in which ``node`` is linear with positive numbers as coefficients; none where it is not, or not known to be."""
     name = name_of(node)
-    if not node.meta["val"].dtype.is_floating_point or node.kwargs.get("rounding_mode") is not None:
+    if not node.meta["val"].dtype.is_floating_point or node.kwargs.get("rounding_mode") is not None or not _positive(node.kwargs.get("alpha", 1)):
         return []
     if name in (*MULTIPLICATIONS, *DIVISIONS):
-        return [node.args[0]] if isinstance(node.args[0], fx.Node) and isinstance(node.args[1], (int, float)) else []
-    return list(node.all_input_nodes) if name in ("add", *SUBTRACTIONS, *CASTS) else []
+        return [node.args[0]] if isinstance(node.args[0], fx.Node) and _positive(node.args[1]) else []
+    if name in SUBTRACTIONS:
+        return [node.args[0]] if isinstance(node.args[0], fx.Node) and node.args[0] is not node.args[1] else []
+    return list(node.all_input_nodes) if name in ("add", *CASTS) else []
+
+
+def _positive(x: object) -> bool:
+    """A finite number above 0: with any other, what is infinite would not come out as the shifted value does."""
+    return isinstance(x, (int, float)) and 0 < x < math.inf
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """What ``node`` is made of, itself included."""
     seen, queue = {node}, [node]
     while queue:
         for n in queue.pop().all_input_nodes:
@@ -217,15 +222,17 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def _leads_through(start: fx.Node, end: fx.Node, through: set[fx.Node], behind: set[fx.Node]) -> bool:
-    """Do all ways from ``start`` to ``end`` lead through nodes of ``through``? ``behind``: what ``end`` is made of."""
+def _grows_all_the_way(start: fx.Node, end: fx.Node, behind: set[fx.Node]) -> bool:
+    """Does each step on every way from ``start`` to ``end`` grow with the one before? ``behind``: what ``end`` is made of."""
     seen, queue = {start}, [start]
     while queue:
         current = queue.pop()
         for user in current.users:
-            if current is not end and user in behind and user not in seen:
-                if user not in through:
-                    return False
+            if current is end or user not in behind:
+                continue
+            if current not in _grows_with(user):
+                return False
+            if user not in seen:
                 seen.add(user)
                 queue.append(user)
     return True

@@ -1,14 +1,45 @@
-"""Joins: ops whose output is several inputs side by side. An element lies in one of them, where its index says so for certain."""
+"""Joins: ops whose output is several inputs side by side. An element lies in one of them: where its index says for certain in which,
+it is that one's, elsewhere a choice between all by the place along the joined dimension.
+
+In the choice a part is read at places of its own, and only its value there counts. Where it was cut out of a larger tensor at the
+same places, as when groups of heads are treated apart and joined again, that tensor is read at the place itself (``rejoined``).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
+import sympy
 from torch import fx
 
 from fa_inductor.index import ZERO, Expr, Space, shape_of
+from fa_inductor.program import ProgramBuilder
+from fa_inductor.program.choice import choose
 
-from .views import Step, argument, name_of
+from .views import CUTS, Step, argument, name_of
 
 NAMES = ("cat", "concat", "concatenate")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One part of a choice: it counts where ``place`` is ``start + local``."""
+
+    place: Expr
+    start: Expr
+    local: Expr
+
+
+class Reader(Protocol):
+    """The part of the lifter that a choice uses."""
+
+    builder: ProgramBuilder
+    arms: tuple[Arm, ...]
+
+    def size(self, expr: Expr) -> int: ...
+    def element(self, node: fx.Node, index: tuple[Expr, ...]) -> int: ...
+    def local(self, extent: Expr, value: int) -> sympy.Symbol: ...
 
 
 def parts(node: fx.Node) -> tuple[list[fx.Node], int]:
@@ -31,3 +62,43 @@ def step(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
             return tensor, (*index[:dim], index[dim] - start, *index[dim + 1 :])
         start = start + size
     return None
+
+
+def choice(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
+    """``node[index]`` for a concatenation of floats, any part of which the index may lie in; None where it cannot be told."""
+    tensors, dim = parts(node)
+    if not node.meta["val"].dtype.is_floating_point:
+        return None
+    b, place, outer = reader.builder, index[dim], reader.arms
+    found: list[tuple[Expr, int]] = []
+    start = ZERO
+    for tensor in tensors:
+        size = shape_of(tensor.meta["val"])[dim]
+        local = ZERO if size == 1 else reader.local(size, _clamped(reader, sympy.expand(place - start), size, start != 0))
+        reader.arms = (*outer, Arm(place, start, local))
+        value = b.convert(reader.element(tensor, (*index[:dim], local, *index[dim + 1 :])), "float") if size != 0 else -1
+        reader.arms, start = outer, sympy.expand(start + size)
+        found += [(start, value)] if size != 0 else []
+    result: int | None = found[-1][1]
+    for end, value in reversed(found[:-1]):
+        result = choose(b, b.emit("lt", reader.size(place), reader.size(end)), value, result) if result is not None else None
+    return result
+
+
+def _clamped(reader: Reader, place: Expr, size: Expr, below: bool) -> int:
+    """``place`` moved into the ``size`` places of a part, so that what does not count is read there; ``below``: it may be negative."""
+    b = reader.builder
+    value = b.emit("min", reader.size(place), reader.size(size - 1))
+    return b.emit("max", value, b.const(0)) if below else value
+
+
+def rejoined(space: Space, arms: tuple[Arm, ...], node: fx.Node, below: Step) -> Step:
+    """What the view ``node`` reads, at the place itself where that is all that counts: cut out at ``start``, read at ``start + local``."""
+    if name_of(node) not in CUTS:
+        return below
+    source, index = below
+    for arm in reversed(arms):
+        same = sympy.expand(arm.start + arm.local)
+        shape = shape_of(source.meta["val"])
+        index = tuple(arm.place if i == same and space.within(arm.place, ZERO, n) else i for i, n in zip(index, shape))
+    return source, index

@@ -369,6 +369,21 @@ def _buckets(m: _Maker) -> Form:
     return m.finish(m.emit("add", m.b.score(), bias), scale=1.0, bias=bias)
 
 
+@_form("groups_of_heads_grad")
+def _groups(m: _Maker) -> Form:
+    """What a concatenation of groups of heads becomes: scales, biases and masks by a choice, tensors read within their bounds."""
+    d = m.dims
+    n = (d.hq + 1) // 2
+    first = m.emit("lt", m.index("h"), m.b.const(n))
+    own = m.load(m.floats(n, d.lq, d.lk), (m.emit("min", m.index("h"), m.b.const(n - 1)), m.index("q"), m.index("k")), True)
+    other = m.load(m.floats(max(d.hq - n, 1)), (m.emit("max", m.emit("sub", m.index("h"), m.b.const(n)), m.zero()),), True)
+    scale = m.emit("where", first, m.b.const(1.0), m.b.const(0.5))
+    scores = m.emit("add", m.emit("mul", m.scaled, scale), m.emit("where", first, own, other))
+    near = m.emit("lt", m.emit("abs", m.distance()), m.b.const(9))
+    visible = m.emit("where", first, m.emit("le", m.distance(), m.zero()), near)
+    return m.finish(m.hide(visible, -INF, "replace", scores), (), {"fill": -INF, "only": False})
+
+
 def _post(m: _Maker, form: Form, tensor: Tensor, indices: Sequence[str]) -> Form:
     """``form`` with probabilities multiplied by a captured tensor (last of the captures)."""
     m.capture(tensor, True)

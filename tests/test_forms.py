@@ -127,6 +127,14 @@ def shifted_before_scaling(q, k, v, b):
     return ((s - s.amax(-1).unsqueeze(-1)) * 32).softmax(-1) @ v
 
 
+@form(lambda: [*qkv(), rand(H, L, L), rand(L, L)])
+def shifted_after_a_mask_of_the_least_number(q, k, v, b, c):
+    """What eager computed before the shift does not overflow, or does so here too; the second sequence's rows are the least number alone."""
+    mask = torch.where(padded()[:, None, None], 0.0, torch.finfo(torch.float32).min)
+    s = (q @ k.mT + (b + c) / D**0.5 + mask) / 32
+    return ((s - s.amax(-1).unsqueeze(-1)) * 32).softmax(-1) @ v
+
+
 @form(lambda: [*qkv(), rand(L, L)])
 def shifted_before_a_bias(q, k, v, b):
     s = q @ k.mT
@@ -484,6 +492,48 @@ def probabilities_returned(q, k, v):
     return p @ v, p.mean(1)
 
 
+# -- groups of heads that are treated apart and joined again ------------------------------------------------------------------
+@form(lambda: [*qkv(), rand(2), rand(1)])
+def slopes_of_two_groups(q, k, v, s, t):
+    """Tranception (arXiv:2205.13760)."""
+    groups = (q @ k.mT).split([2, 1], dim=1)
+    bias = torch.arange(L, device=q.device) / L
+    return torch.cat([(x[:, None, None] * bias + g) for x, g in zip((s, t), groups)], dim=1).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(2, L, L), rand(L, L), rand(2, 1, 1)])
+def groups_biased_masked_and_scaled(q, k, v, b, c, t):
+    s = q @ k.mT * 0.3
+    first = s[:, :2].masked_fill(torch.ones(L, L, device=q.device, dtype=torch.bool).triu(1), -math.inf)
+    return torch.cat([(first + b) * t, c + s[:, 2:]], 1).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(H, L, L)])
+def each_head_by_itself(q, k, v, b):
+    s = (q @ k.mT).chunk(H, 1)
+    return torch.cat([x * (i + 1) + (b[i] if i != 1 else b[0].mT) for i, x in enumerate(s)], 1).softmax(-1) @ v
+
+
+@form()
+def capped_in_one_group(q, k, v):
+    s = torch.einsum("bhqd,bhkd->bqkh", q, k)
+    s = torch.cat([torch.tanh(s[..., :2] / 5) * 5, s[..., 2:]], -1)
+    return torch.einsum("bqkh,bhkd->bhqd", s.softmax(2), v)
+
+
+@form(lambda: [*qkv(), rand(L, L)])
+def groups_of_merged_heads(q, k, v, b):
+    """Of the batch here, which the heads are merged with."""
+    s = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)
+    return torch.bmm(torch.cat([s[:H] + b, s[H:] - b], 0).softmax(-1), v.flatten(0, 1)).view(B, H, L, D)
+
+
+@form(lambda: [*qkv(), rand(L, L)])
+def groups_after_the_softmax(q, k, v, b):
+    p = (q @ k.mT).softmax(-1).split([1, 2], 1)
+    return torch.cat([p[0] * b, p[1] * 0.5], 1) @ v
+
+
 @form()
 def dropout_in_evaluation(q, k, v):
     return F.dropout((q @ k.mT).softmax(-1), 0.5, training=False) @ v
@@ -748,6 +798,34 @@ def shifted_before_a_temperature(q, k, v):
     return ((s - s.amax(-1, keepdim=True)) / 0.07).softmax(-1) @ v
 
 
+@miss("scaled_shift", lambda: [*qkv(), rand(H, L, L), rand(L, L)])
+def shifted_and_scaled_by_more_after_a_mask_of_the_least_number(q, k, v, b, c):
+    mask = torch.where(padded()[:, None, None], 0.0, torch.finfo(q.dtype).min)
+    s = (q @ k.mT + b + c + mask) / 32
+    return ((s - s.amax(-1).unsqueeze(-1)) * 33).softmax(-1) @ v
+
+
+@miss("scaled_shift", lambda: [*qkv(), rand(L, L)])
+def shifted_and_scaled_back_with_rounding(q, k, v, b):
+    """The largest number divided and multiplied by 11.3 may come out as infinity."""
+    s = (q @ k.mT + b) / 11.3
+    return ((s - s.amax(-1).unsqueeze(-1)) * 11.3).softmax(-1) @ v
+
+
+@miss("scaled_shift", lambda: [*qkv(), rand(L, L), rand(L, L)])
+def shifted_before_another_mask(q, k, v, b, c):
+    """The sum of two masks of the least number overflows; less its maximum the first is 0 in a row that it hides."""
+    s = q @ k.mT + b
+    return (s - s.amax(-1, keepdim=True) + c).softmax(-1) @ v
+
+
+@miss("unsupported_op", lambda: [*qkv(), rand(L, L)])
+def shifted_and_turned_round(q, k, v, b):
+    """An infinite bias makes eager's row NaN, and would hide its key without the shift."""
+    s = q @ k.mT + b
+    return ((s - s.amax(-1, keepdim=True)) * -0.5).softmax(-1) @ v
+
+
 @miss("scaled_shift")
 def powers_of_ten_over_a_row_of_the_least_number(q, k, v):
     s = (q @ k.mT).masked_fill(row_of_the_least_number(q) < 0, torch.finfo(q.dtype).min)
@@ -869,6 +947,31 @@ def gate(q, k, v):
 @miss("unsupported_op")
 def sorted_scores(q, k, v):
     return (q @ k.mT).sort(-1).values.softmax(-1) @ v
+
+
+@miss("scores_reindexed")
+def groups_change_places(q, k, v):
+    s = q @ k.mT
+    return torch.cat([s[:, 2:] * 2, s[:, :2]], 1).softmax(-1) @ v
+
+
+@miss("scores_reindexed")
+def one_head_added_to_another(q, k, v):
+    s = q @ k.mT
+    return torch.cat([s[:, :1], s[:, 1:] + s[:, :1]], 1).softmax(-1) @ v
+
+
+@miss("scores_reindexed")
+def keys_treated_apart(q, k, v):
+    s = q @ k.mT
+    return torch.cat([s[..., :5] * 2, s[..., 5:]], -1).softmax(-1) @ v
+
+
+@miss("unsupported_op")
+def one_group_by_a_function_with_a_pole(q, k, v):
+    """For the other heads its derivative would be infinite, and 0 times that is NaN."""
+    s = q @ k.mT
+    return torch.cat([(s[:, :2] * s[:, :2]).log(), s[:, 2:].masked_fill(s[:, 2:] < -9, 0.0)], 1).softmax(-1) @ v
 
 
 @miss("scores_reindexed")

@@ -1,7 +1,8 @@
 """``torch.vmap`` in a Dynamo graph, replaced by the batched operators that it stands for.
 
 Dynamo records a vmap as calls that push and pop a level of batching around the mapped operators. Each such stretch is run
-by itself under ``make_fx``, which sees the batched operators. Model code uses it to build masks from a function of positions.
+by itself under ``make_fx``, which sees the batched operators: those that eager differentiates, since batching comes before autograd.
+Model code uses it to build masks from a function of positions.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..location import location_of
 from ..refusal import Refusal, Refused, declare
 
-FUNCTORCH = declare("normalize_functorch", "Graphs with torch.func.grad, jvp, or vmap over what is trained are compiled as they are; write the batched form.")
+FUNCTORCH = declare(
+    "normalize_functorch", "Graphs with torch.func.grad, jvp, or vmap around random numbers or modes are compiled as they are; write the batched form."
+)
 _MODULES = ("torch._functorch.predispatch", "torch._functorch.eager_transforms", "torch._C._functorch")
 _LEVELS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 _MAPPING = frozenset({*_LEVELS, "lazy_load_decompositions", "_add_batch_dim", "_remove_batch_dim"})
+_MODES = (torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
 
 def _function(node: fx.Node) -> str:
@@ -42,6 +47,7 @@ def without_vmap(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     copy = fx.GraphModule(gm, graph)
     copy.meta.update(gm.meta)
     for region in _regions(graph):
+        _check(copy, region)
         _replace(copy, region, mode)
     for node in [n for n in graph.nodes if _function(n) and not n.users]:
         graph.erase_node(node)  # lazy_load_decompositions
@@ -63,20 +69,42 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
     return [[n for n in region if n.op != "get_attr"] for region in found]
 
 
-def _replace(gm: fx.GraphModule, region: list[fx.Node], mode: FakeTensorMode) -> None:
+def _check(gm: fx.GraphModule, region: list[fx.Node]) -> None:
+    """Where something is trained, what is not an operator (modes, calls with a body) would be lost on its gradient."""
+    trained = [n for n in _inputs(region) if _trains(_value(gm, n))]
+    if not trained:
+        return
+    for node in region:
+        if isinstance(node.target, HigherOrderOperator) or (node.op == "call_function" and node.target in _MODES):
+            raise _refused(node, f"torch.vmap over {trained[0].name}, which needs a gradient, around {getattr(node.target, '__name__', node.target)}")
+    opened = 0
+    for node in gm.graph.nodes:
+        opened += {_MODES[1]: 1, _MODES[2]: -1}.get(node.target, 0)
+        if node is region[0]:
+            break
+    if opened:
+        raise _refused(region[0], f"torch.vmap over {trained[0].name}, which needs a gradient, under autocast")
+
+
+def _inputs(region: list[fx.Node]) -> list[fx.Node]:
     inside = set(region)
-    inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in inside))
+    return list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in inside))
+
+
+def _trains(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
+def _replace(gm: fx.GraphModule, region: list[fx.Node], mode: FakeTensorMode) -> None:
+    inside, inputs = set(region), _inputs(region)
     outputs = [n for n in region if any(u not in inside for u in n.users)]
     values = [_value(gm, n) for n in inputs]
-    for node, value in zip(inputs, values, strict=True):
-        if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-            raise _refused(region[0], f"torch.vmap over {node.name}, which needs a gradient")
     body = fx.Graph()
     inner = {n: body.placeholder(n.name) for n in inputs}
     for node in region:
         inner[node] = body.node_copy(node, lambda n: inner[n])
     body.output(tuple(inner[n] for n in outputs))
-    with torch.no_grad(), mode:
+    with torch.set_grad_enabled(any(map(_trains, values))), mode:  # some operators do something else where nothing is trained
         batched = make_fx(fx.Interpreter(fx.GraphModule(gm, body)).run, tracing_mode="real")(*values)
     known = dict(zip(batched.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in batched.graph.nodes:
@@ -84,6 +112,7 @@ def _replace(gm: fx.GraphModule, region: list[fx.Node], mode: FakeTensorMode) ->
             continue
         if node.op == "output":
             for old, new in zip(outputs, node.args[0], strict=True):
+                _same_kind(region[0], old.meta.get("example_value"), new.meta["val"])
                 old.replace_all_uses_with(known[new], delete_user_cb=lambda user: user not in inside)
             continue
         if node.op == "get_attr" or (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags):
@@ -93,6 +122,11 @@ def _replace(gm: fx.GraphModule, region: list[fx.Node], mode: FakeTensorMode) ->
         known[node].meta = {k: v for k, v in region[0].meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
     for node in reversed(region):
         gm.graph.erase_node(node)
+
+
+def _same_kind(at: fx.Node, old: Any, new: Any) -> None:
+    if isinstance(old, torch.Tensor) and (old.dtype, old.dim()) != (new.dtype, new.dim()):
+        raise _refused(at, f"torch.vmap whose batched operators yield {new.dtype}, not {old.dtype}")
 
 
 def _value(gm: fx.GraphModule, node: fx.Node) -> Any:

@@ -15,23 +15,42 @@ LARGEST = 3.4028234663852886e38
 """The largest finite number in fp32."""
 _INFINITE = 3.4028235677973366e38
 """The least number that rounds to infinity in fp32; sums below it round to a finite number."""
+_ROUNDING = 1 + 2**-20
+"""A product or quotient is larger than the exact one by less: kernels may divide by an approximate reciprocal."""
 
 
 def surely_finite(program: ScoreProgram, *, fill: float | None = None, finite: Collection[int] = (), loads: float = math.inf) -> bool:
-    """No score, position or (finite) scores' product makes ``program``'s value infinite or NaN.
+    """No score, position or (finite) scores' product makes ``program``'s first value infinite or NaN.
 
     Args:
+        program: with values after the first, these are taken to be finite.
         fill: this literal does not count: where it stands, its row has another, finite, score.
         finite: captured tensors that hold numbers like scores.
         loads: bound of the floats in other captured tensors.
     """
+    given = _finite_with(program.nodes, program.results[1:])
     bounds: list[float] = []
-    for node in program.nodes:
+    for i, node in enumerate(program.nodes):
         if node.op == "load" and node.type == "float":
-            bounds.append(SCORE if node.value in finite else loads)
-            continue
-        bounds.append(_bound(node, [bounds[a] for a in node.args], [program.nodes[a] for a in node.args], fill))
-    return bounds[program.result] < _INFINITE
+            bound = SCORE if node.value in finite else loads
+        else:
+            bound = _bound(node, [bounds[a] for a in node.args], [program.nodes[a] for a in node.args], fill)
+        bounds.append(min(bound, LARGEST) if i in given else bound)
+    return bounds[program.results[0]] < _INFINITE
+
+
+def _finite_with(nodes: tuple[Node, ...], given: Collection[int]) -> set[int]:
+    """``given`` and what they could not be finite without: terms of sums, and what is multiplied by a number."""
+    found, queue = set(given), list(given)
+    while queue:
+        node = nodes[queue.pop()]
+        if node.op in ("add", "sub", "neg", "round"):
+            below = list(node.args)
+        else:
+            below = [node.args[0]] if node.op in ("mul", "div") and nodes[node.args[1]].op == "const" and node.type == "float" else []
+        queue += [a for a in below if a not in found]
+        found.update(below)
+    return found
 
 
 def _bound(node: Node, args: list[float], nodes: list[Node], fill: float | None) -> float:
@@ -46,9 +65,9 @@ def _bound(node: Node, args: list[float], nodes: list[Node], fill: float | None)
     if node.op in ("add", "sub"):
         return args[0] + args[1]
     if node.op == "mul":
-        return math.inf if math.inf in args else args[0] * args[1]
+        return math.inf if math.inf in args else args[0] * args[1] * (1.0 if any(map(_power_of_two, nodes)) else _ROUNDING)
     if node.op == "div" and nodes[1].op == "const" and nodes[1].value:
-        return args[0] / abs(float(nodes[1].value))  # type: ignore[arg-type]
+        return args[0] / abs(float(nodes[1].value)) * (1.0 if _power_of_two(nodes[1]) else _ROUNDING)  # type: ignore[arg-type]
     if node.op in ("min", "max", "where"):
         return max(args)
     if node.op in ("neg", "abs", "round", "to_float"):
@@ -56,3 +75,7 @@ def _bound(node: Node, args: list[float], nodes: list[Node], fill: float | None)
     if node.op in ("tanh", "sigmoid"):
         return math.inf if math.isinf(args[0]) else 1.0  # of NaN it is NaN
     return math.inf
+
+
+def _power_of_two(node: Node) -> bool:
+    return node.op == "const" and isinstance(node.value, float) and abs(math.frexp(node.value)[0]) == 0.5

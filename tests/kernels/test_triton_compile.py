@@ -41,7 +41,7 @@ def test_hardly_a_spill_with_dropout() -> None:
     check_limits("causal_inf", 64, torch.float16, (9, 0), spilled=64, dropout=0.1)
 
 
-@pytest.mark.parametrize("form", ["softcap", "bias_hqk_grad", "causal_padding_min", "swin_grad", "buckets_grad"])
+@pytest.mark.parametrize("form", ["softcap", "bias_hqk_grad", "causal_padding_min", "swin_grad", "buckets_grad", "groups_of_heads_grad"])
 def test_forms_compile(form: str) -> None:
     check_limits(form, 64, torch.float16, (9, 0), spilled=ANY)
 

@@ -22,7 +22,6 @@ import pathlib
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import coverage_table
 import harness
 import torch
-from zoo_models import Trial, Zoo, form_of
+from zoo_models import Trial, Zoo, sample
 from zoo_runs import FinalGraphs, measure
 
 VARIANTS = ("infer", "train", "dynamic", "autocast", "lora")
@@ -42,20 +41,6 @@ def trials_of(name: str, variants: Sequence[str], codegen: bool, trains: bool) -
     """The trials of a model, in order."""
     modes = {"infer": [False], "train": [True], "dynamic": [False, True], "autocast": [trains], "lora": [True]}
     return [Trial(name, v, train, codegen) for v in variants for train in modes[v] if trains or not train]
-
-
-def sample(sites: dict[str, Any], packages: dict[str, str], size: int) -> list[str]:
-    """``size`` models with sites: each next one brings most forms that are not covered yet, then the package that has fewest."""
-    forms = {name: {form_of(s) for s in record["sites"]} for name, record in sites.items() if record.get("sites") and name in packages}
-    chosen: list[str] = []
-    covered: set[str] = set()
-    used: Counter[str] = Counter()
-    while len(chosen) < min(size, len(forms)):
-        name = min(forms.keys() - set(chosen), key=lambda n: (-len(forms[n] - covered), used[packages[n]], n))
-        chosen.append(name)
-        covered |= forms[name]
-        used[packages[name]] += 1
-    return chosen
 
 
 def header(args: argparse.Namespace, zoo: Zoo) -> dict[str, Any]:
@@ -69,23 +54,22 @@ def header(args: argparse.Namespace, zoo: Zoo) -> dict[str, Any]:
     return {"header": about | {"machine": harness.machine(torch.device("cpu"))}}
 
 
-def in_worker(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, timeout: int) -> Iterator[dict[str, Any]]:
-    """The records of one model's trials, made in a forked process that is killed when one takes longer than ``timeout`` seconds."""
-    receive, send = multiprocessing.Pipe(duplex=False)
-    worker = multiprocessing.get_context("fork").Process(target=_work, args=(trials, zoo, final, send))
-    worker.start()
-    send.close()
-    try:
-        for trial in trials:
-            if not receive.poll(timeout):
-                yield {**trial.about, **zoo.known(trial.name), "error": f"timeout: {timeout} s"}
-                return
+def in_workers(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, timeout: int) -> Iterator[dict[str, Any]]:
+    """The records of one model's trials, made in a forked process, and in another after one that dies or takes longer than ``timeout`` seconds."""
+    while trials:
+        receive, send = multiprocessing.Pipe(duplex=False)
+        worker = multiprocessing.get_context("fork").Process(target=_work, args=(trials, zoo, final, send))
+        worker.start()
+        send.close()
+        lost = ""
+        while trials and not lost:
             try:
-                yield receive.recv()
+                lost = "" if receive.poll(timeout) else f"timeout: {timeout} s"
+                record = {} if lost else receive.recv()
             except EOFError:
-                yield {**trial.about, **zoo.known(trial.name), "error": "the process died"}
-                return
-    finally:
+                lost = "the process died"
+            yield {**trials[0].about, **zoo.known(trials[0].name), "error": lost} if lost else record
+            trials = trials[1:]
         worker.kill()
         worker.join()
 
@@ -113,6 +97,7 @@ def warm(final: FinalGraphs, zoo: Zoo) -> None:
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]  # what looks for the package of that name shall not find this file
     zoo = Zoo.open(args.zoo)
     registry = zoo.modules["zoo"].REG
     names = args.names or (sample(zoo.sites, {n: e.package for n, e in registry.items()}, args.sample) if args.sample else list(registry))
@@ -129,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         for name in names:
             trials = trials_of(name, args.variants.split(","), args.codegen, registry[name].train)
             left = [t for t in trials if coverage_table.key(t.about) not in done]
-            for record in in_worker(left, zoo, final, args.timeout) if left else ():
+            for record in in_workers(left, zoo, final, args.timeout) if left else ():
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 print(coverage_table.line(record), flush=True)

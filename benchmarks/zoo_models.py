@@ -103,6 +103,20 @@ def form_of(site: dict[str, Any]) -> str:
     return str(site["form"]) + (f" → {post}" if post and post != "cast" else "")
 
 
+def sample(sites: dict[str, Any], packages: dict[str, str], size: int) -> list[str]:
+    """``size`` models with sites: each next one brings most forms that are not covered yet, then the package that has fewest."""
+    forms = {name: {form_of(s) for s in record["sites"]} for name, record in sites.items() if record.get("sites") and name in packages}
+    chosen: list[str] = []
+    covered: set[str] = set()
+    used: collections.Counter[str] = collections.Counter()
+    while len(chosen) < min(size, len(forms)):
+        name = min(forms.keys() - set(chosen), key=lambda n: (-len(forms[n] - covered), used[packages[n]], n))
+        chosen.append(name)
+        covered |= forms[name]
+        used[packages[name]] += 1
+    return chosen
+
+
 def is_lora_target(parameter: str) -> bool:
     """Whether a parameter belongs to a projection to queries or values, by the last parts of its name."""
     return any(part.lower() in LORA_NAMES for part in parameter.split(".")[-3:])

@@ -55,16 +55,17 @@ def header(args: argparse.Namespace, zoo: Zoo) -> dict[str, Any]:
 
 
 def in_workers(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, timeout: int) -> Iterator[dict[str, Any]]:
-    """The records of one model's trials, made in a forked process, and in another after one that dies or takes longer than ``timeout`` seconds."""
+    """The records of one model's trials, made in a forked process, and in another after one that dies or hangs: ``timeout`` seconds are for one
+    compiled model, and a trial has up to four."""
     while trials:
         receive, send = multiprocessing.Pipe(duplex=False)
-        worker = multiprocessing.get_context("fork").Process(target=_work, args=(trials, zoo, final, send))
+        worker = multiprocessing.get_context("fork").Process(target=_work, args=(trials, zoo, final, timeout, send))
         worker.start()
         send.close()
         lost = ""
         while trials and not lost:
             try:
-                lost = "" if receive.poll(timeout) else f"timeout: {timeout} s"
+                lost = "" if receive.poll(5 * timeout) else f"no answer in {5 * timeout} s"
                 record = {} if lost else receive.recv()
             except EOFError:
                 lost = "the process died"
@@ -74,10 +75,10 @@ def in_workers(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, timeout: i
         worker.join()
 
 
-def _work(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, pipe: Connection) -> None:
+def _work(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, timeout: int, pipe: Connection) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for trial in trials:
-        pipe.send(measure(trial, zoo, final))
+        pipe.send(measure(trial, zoo, final, timeout))
     pipe.close()
     os._exit(0)
 
@@ -131,7 +132,7 @@ def main() -> None:
     runner.add_argument("--codegen", action="store_true", help="compile the final graphs")
     runner.add_argument("--sample", type=int, help="so many models, spread over forms and packages")
     runner.add_argument("--without", default="", help="models to leave out, with commas")
-    runner.add_argument("--timeout", type=int, default=180, help="seconds for a model in one variant")
+    runner.add_argument("--timeout", type=int, default=120, help="seconds for one compiled model")
     runner.set_defaults(call=run)
     tabler = commands.add_parser("table", help="make the document")
     tabler.add_argument("results", nargs="+", type=pathlib.Path)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import pathlib
+import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +42,31 @@ class FinalGraphs:
         compile_fx._compile_fx_inner = inner
 
 
-def measure(trial: Trial, zoo: Zoo, final: FinalGraphs) -> dict[str, Any]:
-    """The record of one trial; nothing that goes wrong in it is raised."""
+class TimeUp(BaseException):
+    """Not an Exception, which compilers catch."""
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise ``TimeUp`` in the ``with`` block after so many seconds."""
+
+    def stop(*unused: object) -> None:
+        raise TimeUp(f"{seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def measure(trial: Trial, zoo: Zoo, final: FinalGraphs, timeout: int) -> dict[str, Any]:
+    """The record of one trial, in which a compiled model has ``timeout`` seconds; nothing that goes wrong in it is raised."""
     record = {**trial.about, **zoo.known(trial.name)}
     began = time.perf_counter()
     try:
-        record |= _Run(trial, zoo, final).record()
+        record |= _Run(trial, zoo, final, timeout).record()
     except Skipped as why:
         record["skipped"] = str(why)
     except Exception as error:
@@ -56,8 +77,8 @@ def measure(trial: Trial, zoo: Zoo, final: FinalGraphs) -> dict[str, Any]:
 class _Run:
     """One trial on its way: eager, eager again, fused, and, where these differ, plain Inductor and float64."""
 
-    def __init__(self, trial: Trial, zoo: Zoo, final: FinalGraphs) -> None:
-        self.trial, self.zoo, self.final = trial, zoo, final
+    def __init__(self, trial: Trial, zoo: Zoo, final: FinalGraphs, timeout: int) -> None:
+        self.trial, self.zoo, self.final, self.timeout = trial, zoo, final, timeout
         self.autocast = trial.variant == "autocast"
         self.model, self.inputs = zoo.build(trial)
         self.state = {n: t.clone() for n, t in self.model.state_dict().items()}
@@ -93,8 +114,9 @@ class _Run:
         compiled = torch.compile(self.model, backend=backend, dynamic=self.trial.variant == "dynamic")
         with collecting() as reports:
             try:
-                outcome = self._step(compiled)
-            except Exception as error:
+                with limited(self.timeout):
+                    outcome = self._step(compiled)
+            except (Exception, TimeUp) as error:
                 return None, {"error": _said(error)}
         seen = zoo_errors.largest(outcome, eager)
         if backend == "flashattn":
@@ -127,8 +149,9 @@ class _Run:
             return "eager takes no other batch"
         self.model.load_state_dict(self.state)
         try:
-            found = zoo_errors.largest(self._step(compiled, inputs), eager)
-        except Exception as error:
+            with limited(self.timeout):
+                found = zoo_errors.largest(self._step(compiled, inputs), eager)
+        except (Exception, TimeUp) as error:
             return f"failed: {_said(error)}"
         return float(max(found["err"], found["grad_err"]))
 
@@ -146,7 +169,7 @@ def _verdicts(reports: Sequence[GraphReport]) -> dict[str, Any]:
     return {"kernels": dict(kernels), "refused": refused, "graph_refusals": graphs}
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """The error in a line, with the last place in this project that it went through."""
     frames = traceback.extract_tb(error.__traceback__)
     where = next((f"{pathlib.Path(f.filename).name}:{f.lineno}" for f in reversed(frames) if "fa_inductor" in f.filename), "")

@@ -56,6 +56,7 @@ def test_at_most_twice_the_error_of_eager_passes() -> None:
     assert not zoo_errors.two_reference(reference(2.1e-2), reference(1e-2))
     assert not zoo_errors.two_reference(reference(1e-2, 4.1e-2), reference(1e-2, 2e-2))
     assert not zoo_errors.two_reference(reference(math.nan), reference(1e-2))
+    assert not zoo_errors.two_reference(reference(1e-2), reference(math.inf))
 
 
 def test_one_wrong_gradient_among_many_fails() -> None:

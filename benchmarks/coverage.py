@@ -34,6 +34,8 @@ import torch
 from zoo_models import Trial, Zoo, sample
 from zoo_runs import FinalGraphs, measure
 
+import fa_inductor
+
 VARIANTS = ("infer", "train", "dynamic", "autocast", "lora")
 
 
@@ -97,6 +99,8 @@ def warm(final: FinalGraphs, zoo: Zoo) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if pathlib.Path(fa_inductor.__file__).resolve().parents[1] != harness.HERE.resolve().parent:
+        raise SystemExit(f"{fa_inductor.__file__} is not of this checkout, whose commit the results name: set PYTHONPATH")
     torch.set_num_threads(1)
     sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]  # what looks for the package of that name shall not find this file
     zoo = Zoo.open(args.zoo)
@@ -104,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
     names = args.names or (sample(zoo.sites, {n: e.package for n, e in registry.items()}, args.sample) if args.sample else list(registry))
     names = [n for n in names if n not in args.without.split(",")]
     out = pathlib.Path(args.out)
-    done = {coverage_table.key(r) for r in coverage_table.load([out])[1]} if out.exists() else set()
+    done = {coverage_table.key(r) for r in coverage_table.load([out])[1] if "skipped" not in r} if out.exists() else set()
     # not from caches, and the same random numbers as eager
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False  # type: ignore[attr-defined]
     torch._inductor.config.fallback_random = True

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from zoo_errors import Outcome
 
 _PROJECTIONS = """
-q_proj v_proj q v q_lin v_lin q_linear v_linear linear_q linear_v linear_query linear_values query value project_q project_v w_q w_v wq wv
+q_proj v_proj query_proj value_proj q v q_lin v_lin q_linear v_linear linear_q linear_v linear_query linear_values query value
+project_q project_v w_q w_v wq wv q_head v_head
 to_q to_v to_qkv to_kv qkv qkv_proj c_attn wqkv in_proj in_proj_weight query_key_value
 """
 LORA_NAMES = frozenset(_PROJECTIONS.split())
@@ -119,7 +120,7 @@ def sample(sites: dict[str, Any], packages: dict[str, str], size: int) -> list[s
 
 def is_lora_target(parameter: str) -> bool:
     """Whether a parameter belongs to a projection to queries or values, by the last parts of its name."""
-    return any(part.lower() in LORA_NAMES for part in parameter.split(".")[-3:])
+    return any(part.lower().strip("_") in LORA_NAMES for part in parameter.split(".")[-3:])
 
 
 def cast(inputs: Any, dtype: torch.dtype) -> Any:

@@ -38,7 +38,8 @@ def record(name: str = "m", variant: str = "infer", **changes: Any) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    "name", ["h.0.attn.c_attn.weight", "layer.q_proj.weight", "l.self.value.bias", "a.in_proj_weight", "mixer.Wqkv.weight", "b.to_q.0.weight"]
+    "name",
+    ["h.0.attn.c_attn.weight", "layer.q_proj.weight", "l.self.value.bias", "a.in_proj_weight", "mixer.Wqkv.weight", "b.to_q.0.weight", "attention._v.weight"],
 )
 def test_projections_to_queries_and_values_train(name: str) -> None:
     assert zoo_models.is_lora_target(name)

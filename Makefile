@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
 ARGS ?=
+ZOO ?=
 
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 ifeq ($(GPU),yes)
@@ -19,12 +20,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROBE := $(BIN)/python -c "import urllib.request as r; r.urlopen('$(CPU_INDEX)/', timeout=5)" >/dev/null 2>&1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-gpu lint format types refusals bench wheel clean
+.PHONY: help env demo test test-gpu lint format types refusals bench coverage wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo '  Variables: PYTHON=python3.12  TORCH="torch==2.13.0"  VENV_FLAGS=--system-site-packages  ARGS="-k report" (test, demo, bench)'
+	@echo '  Variables: PYTHON=python3.12  TORCH="torch==2.13.0"  VENV_FLAGS=--system-site-packages  ARGS="-k report" (test, demo, bench, coverage)  ZOO=folder (coverage)'
 
 $(BIN)/.torch:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
@@ -70,6 +71,11 @@ refusals: $(BIN)/.dev ## write docs/refusals.md from the code
 bench: $(BIN)/.test ## the CPU attention benchmark and the compile-time benchmark; results go to benchmarks/results
 	$(BIN)/python benchmarks/cpu_attention.py $(ARGS)
 	$(BIN)/python benchmarks/compile_overhead.py
+
+coverage: $(BIN)/.test ## measure the models of the folder ZOO (their packages must be installed) and write docs/coverage.md
+	$(if $(ZOO),,$(error make coverage ZOO=folder with the models))
+	$(BIN)/python benchmarks/coverage.py run --zoo $(ZOO) --out benchmarks/results/coverage.jsonl $(ARGS)
+	$(BIN)/python benchmarks/coverage.py table benchmarks/results/coverage*.jsonl --out docs/coverage.md
 
 wheel: $(BIN)/.dev ## build dist/*.whl and the source archive
 	$(BIN)/python -m build

@@ -513,6 +513,28 @@ def test_under_ambient_autocast_no_cast_is_recorded_and_dtypes_are_right(compile
     assert _softmax(recorder.gm).meta["val"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("ambient", [False, True])
+def test_values_after_an_update_are_computed_under_the_autocast_of_their_place(ambient):
+    """Without it a product of what autocast cast with a float32 table is an error, and other values have the wrong dtype."""
+
+    def scores(x, w, table):
+        q = x @ w
+        q *= 0.5
+        with torch.autocast("cpu", enabled=False):
+            apart = torch.einsum("bqd,rd->bqr", q.float(), table)
+        return torch.einsum("bqd,rd->bqr", q, table).softmax(-1), apart
+
+    def inside(x, w, table):
+        with torch.autocast("cpu", torch.bfloat16):
+            return scores(x, w, table)
+
+    inputs = rand(2, 5, 4), rand(4, 8), rand(7, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=ambient):
+        recorder = check(lambda: scores if ambient else inside, *inputs, tolerance=3e-2)
+    assert recorder.updates() == []
+    assert [n.meta["val"].dtype for n in recorder.gm.graph.nodes if n.target is aten.einsum.default] == [torch.float32, torch.bfloat16]
+
+
 def _softmax(gm: fx.GraphModule) -> fx.Node:
     (node,) = (n for n in gm.graph.nodes if n.target is aten.softmax.int)
     return node

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from .aliases import same_layout, storage_keys
-from .state import Ambient, ambient, restored
+from .state import autocast_at_nodes, restored
 
 aten = torch.ops.aten
 
@@ -30,6 +30,7 @@ class Editor:
         """Nodes whose strides are no longer those of the original graph."""
         self._before: dict[fx.Node, tuple[Any, Any, Any, Any]] = {}
         self._removed: list[fx.Node] = []
+        self._autocast = autocast_at_nodes(gm.graph)
         inputs = gm.graph.find_nodes(op="placeholder")
         self._sizes: dict[Any, fx.Node] = {n.meta["val"].node.expr: n for n in inputs if isinstance(n.meta.get("val"), torch.SymInt)}
 
@@ -41,6 +42,7 @@ class Editor:
             node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         self.created.append(node)
         node.meta.update(like.meta)
+        self._autocast[node] = self._autocast[before]
         node.meta["val"] = self.value(node)
         return node
 
@@ -72,11 +74,10 @@ class Editor:
 
     # -- fake values ---------------------------------------------------------------------------------------------------
     def value(self, node: fx.Node) -> Any:
-        """What a call yields on its arguments' fake values: without gradient, autocast or new guards."""
+        """What a call yields on its arguments' fake values under the autocast of its place: without gradient or new guards."""
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        off: Ambient = (False, tuple((device, False, dtype) for device, _, dtype in ambient()[1]))
         assert callable(node.target)
-        with restored(off), self.mode:
+        with restored(self._autocast[node]), self.mode:
             if self.mode.shape_env is None:
                 return node.target(*args, **kwargs)
             with self.mode.shape_env.suppress_guards():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import fx
 
 Ambient = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
 """Grad mode and, per device type, whether autocast is on and to which dtype."""
@@ -16,6 +17,22 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 def ambient() -> Ambient:
     autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES)
     return torch.is_grad_enabled(), autocast
+
+
+def autocast_at_nodes(graph: fx.Graph) -> dict[fx.Node, Ambient]:
+    """Without gradient, the autocast at each node: the present one where the graph begins, and what its switches make of it."""
+    state = ambient()[1]
+    outside: list[tuple[tuple[str, bool, torch.dtype], ...]] = []
+    found: dict[fx.Node, Ambient] = {}
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            outside.append(state)
+            device, dtype, enabled, _ = node.args
+            state = tuple((d, bool(enabled), dtype or t) if d == device else (d, on, t) for d, on, t in state)
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            state = outside.pop()
+        found[node] = (False, state)
+    return found
 
 
 @contextmanager

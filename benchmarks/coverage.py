@@ -1,6 +1,6 @@
 """Attention in a zoo of unmodified models: what is rewritten, by which kernel, what is not and why, and whether the results are eager's.
 
-    python benchmarks/coverage.py run --zoo FOLDER --out results.jsonl [--variants infer,train,dynamic,autocast,lora] [--codegen] [NAME... | --sample N]
+    python benchmarks/coverage.py run --zoo FOLDER --out results.jsonl [--variants infer,train,dynamic,autocast,lora] [--codegen] [--device cuda] [NAME... | --sample N]
     python benchmarks/coverage.py table results.jsonl... --out docs/coverage.md
 
 ``run`` appends a record for each model and variant, each model in a process of its own, and skips what the file has already. Unless ``--codegen``, the
@@ -53,7 +53,7 @@ def header(args: argparse.Namespace, zoo: Zoo) -> dict[str, Any]:
     about: dict[str, Any] = {"command": command, "commit": harness._commit(), "date": time.strftime("%Y-%m-%d"), "zoo": digest}
     packages = sorted({entry.package for entry in zoo.modules["zoo"].REG.values()})
     about["packages"] = {package: harness._version(package) for package in packages}
-    return {"header": about | {"machine": harness.machine(torch.device("cpu"))}}
+    return {"header": about | {"machine": harness.machine(torch.device(args.device))}}
 
 
 def in_workers(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, timeout: int) -> Iterator[dict[str, Any]]:
@@ -75,6 +75,13 @@ def in_workers(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, timeout: i
             trials = trials[1:]
         worker.kill()
         worker.join()
+
+
+def records(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, timeout: int) -> Iterator[dict[str, Any]]:
+    """The records of one model's trials; on a GPU in this process, since CUDA does not survive a fork: run several with a few models each."""
+    if zoo.device == "cpu":
+        return in_workers(trials, zoo, final, timeout)
+    return (measure(trial, zoo, final, timeout) for trial in trials)
 
 
 def _work(trials: Sequence[Trial], zoo: Zoo, final: FinalGraphs, timeout: int, pipe: Connection) -> None:
@@ -103,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"{fa_inductor.__file__} is not of this checkout, whose commit the results name: set PYTHONPATH")
     torch.set_num_threads(1)
     sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]  # what looks for the package of that name shall not find this file
-    zoo = Zoo.open(args.zoo)
+    zoo = Zoo.open(args.zoo, args.device)
     registry = zoo.modules["zoo"].REG
     names = args.names or (sample(zoo.sites, {n: e.package for n, e in registry.items()}, args.sample) if args.sample else list(registry))
     names = [n for n in names if n not in args.without.split(",")]
@@ -119,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
         for name in names:
             trials = trials_of(name, args.variants.split(","), args.codegen, registry[name].train)
             left = [t for t in trials if coverage_table.key(t.about) not in done]
-            for record in in_workers(left, zoo, final, args.timeout) if left else ():
+            for record in records(left, zoo, final, args.timeout):
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 print(coverage_table.line(record), flush=True)
@@ -136,6 +143,7 @@ def main() -> None:
     runner.add_argument("--codegen", action="store_true", help="compile the final graphs")
     runner.add_argument("--sample", type=int, help="so many models, spread over forms and packages")
     runner.add_argument("--without", default="", help="models to leave out, with commas")
+    runner.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     runner.add_argument("--timeout", type=int, default=120, help="seconds for one compiled model")
     runner.set_defaults(call=run)
     tabler = commands.add_parser("table", help="make the document")

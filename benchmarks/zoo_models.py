@@ -52,15 +52,16 @@ class Zoo:
     """The modules of a zoo folder and what its result files know of each model."""
 
     folder: pathlib.Path
+    device: str = "cpu"
     modules: dict[str, Any] = field(default_factory=dict)
     sites: dict[str, Any] = field(default_factory=dict)
     inductor: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: str) -> Zoo:
+    def open(cls, folder: str, device: str = "cpu") -> Zoo:
         path = pathlib.Path(folder).resolve()
         sys.path.insert(0, str(path))
-        found = cls(path, {name: importlib.import_module(name) for name in ("zoo", "baseline", "sites")})
+        found = cls(path, device, {name: importlib.import_module(name) for name in ("zoo", "baseline", "sites")})
         found.sites, found.inductor = ({r["name"]: r for r in map(json.loads, (path / f"{n}.jsonl").open())} for n in ("sites", "baseline"))
         return found
 
@@ -85,14 +86,14 @@ class Zoo:
                 parameter.requires_grad_(is_lora_target(name))
             if not any(p.requires_grad for p in model.parameters()):
                 raise Skipped("no parameter is named like a projection to queries or values")
-        return model, inputs
+        return model.to(self.device), inputs
 
     def step(self, trial: Trial, call: Callable[..., Any], model: nn.Module, inputs: tuple[Any, Any], autocast: bool) -> Outcome:
         """Outputs, and the gradients of a random projection of them."""
         base = self.modules["baseline"]
         model.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext(), torch.set_grad_enabled(trial.train):
-            outputs = base.tensors(base.call(call, inputs, "cpu"))
+        with torch.autocast(self.device, torch.bfloat16) if autocast else nullcontext(), torch.set_grad_enabled(trial.train):
+            outputs = base.tensors(base.call(call, inputs, self.device))
         if trial.train and any(o.requires_grad for o in outputs):
             base.loss_of(outputs).backward()
         return Outcome(outputs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})

@@ -1,6 +1,6 @@
 """Attention in a zoo of unmodified models: what is rewritten, by which kernel, what is not and why, and whether the results are eager's.
 
-    python benchmarks/coverage.py run --zoo FOLDER --out results.jsonl [--variants infer,train,dynamic,autocast,lora] [--codegen] [--device cuda] [NAME... | --sample N]
+    python benchmarks/coverage.py run --zoo FOLDER --out results.jsonl [--variants infer,train,dynamic,autocast,lora] [NAME... | --sample N]
     python benchmarks/coverage.py table results.jsonl... --out docs/coverage.md
 
 ``run`` appends a record for each model and variant, each model in a process of its own, and skips what the file has already. Unless ``--codegen``, the

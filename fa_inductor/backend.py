@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import breaks, log, report
+from . import breaks, library_calls, log, report, sums
 from .analyse import DTYPE, NO_SCORES, NOT_ATTENTION, analyse
 from .counters import record_graph
 from .dump import Dump
@@ -24,7 +24,7 @@ from .find import Candidate, find
 from .finite import rule_for_rows
 from .graph import GraphContext
 from .inductor import Contents, compile_with_inductor
-from .library_calls import LIBRARY, LibraryCall, write_out
+from .library_calls import LIBRARY, LibraryCall
 from .location import location_of, module_path_of, source_line_of
 from .normalize import Normalized, normalize
 from .options import Options, parse
@@ -98,6 +98,8 @@ class Compilation:
     report: GraphReport | None = None
     calls: dict[fx.Node, LibraryCall] = field(default_factory=dict)
     """Library calls that are written out; by their softmax."""
+    sums: dict[fx.GraphModule, list[sums.Sum]] = field(default_factory=dict)
+    """Products of sums of probabilities that are written out."""
     end: breaks.Break | None = None
     """The graph break that ended the graph."""
 
@@ -120,7 +122,8 @@ class Compilation:
         dump.write("normalized", lambda: str(normal.gm.graph))
         start = time.perf_counter()
         for gm in (normal.gm, *(gm for _, gm in normal.subgraphs)):
-            self.calls |= write_out(gm)
+            self.calls |= library_calls.write_out(gm)
+            self.sums[gm] = sums.write_out(gm)
         outer = GraphContext(normal.gm, torch.is_grad_enabled())
         bodies = [GraphContext(gm, torch.is_grad_enabled(), outer.written) for _, gm in normal.subgraphs]
         verdicts = [v for context in (outer, *bodies) for v in self._graph(context)]
@@ -191,6 +194,8 @@ class Compilation:
             self._guarded(verdict, lambda v: self._rewrite(context, v))
             if verdict.plan is not None:
                 claimed.add(node)
+        for written in self.sums[context.gm]:
+            written.settle()
         for verdict in (library := [v for v in verdicts if v.candidate.anchor.output in self.calls]):
             self.calls[verdict.candidate.anchor.output].settle(verdict.plan is not None)
         verdicts = [v for v in verdicts if v.plan is not None or v not in library]

@@ -9,18 +9,17 @@ every score. What is written out stands in for the call until it is fused; where
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
 
 from . import log
-from .emitter import fake_mode_of
-from .kernel_support import without_autocast
 from .patterns.views import argument, name_of
 from .refusal import declare
 from .request import AttentionRequest, Plan
+from .writer import Writer
 
 LIBRARY = declare("library_call", "nothing to do: PyTorch's own fused attention serves this call at least as well")
 aten = torch.ops.aten
@@ -34,7 +33,7 @@ class LibraryCall:
     output: fx.Node
     softmax: fx.Node
     mask_trains: bool
-    added: list[fx.Node] = field(default_factory=list)
+    writer: Writer
 
     def gains(self, request: AttentionRequest, plan: Plan) -> bool:
         """Is ``plan`` better than the call? On the CPU PyTorch's kernel takes a mask, but neither its gradient nor dropout."""
@@ -49,7 +48,7 @@ class LibraryCall:
             self.call.graph.erase_node(self.call)
             return
         self.output.replace_all_uses_with(self.call)
-        _erase(self.added)
+        self.writer.erase()
 
 
 def write_out(gm: fx.GraphModule) -> dict[fx.Node, LibraryCall]:
@@ -60,23 +59,16 @@ def write_out(gm: fx.GraphModule) -> dict[fx.Node, LibraryCall]:
 
 def _guarded(call: fx.Node) -> LibraryCall | None:
     """A call that cannot be written out stays as it is."""
-    writer = _Writer(call)
+    writer = Writer(call)
     try:
         return _write_out(call, writer)
     except Exception as error:
         log.get().warning("a call of scaled_dot_product_attention stays as it is: %s", error, exc_info=True)
-        _erase(writer.added)
+        writer.erase()
         return None
 
 
-def _erase(nodes: list[fx.Node]) -> None:
-    """Those that nothing uses: a rewrite that failed half way may hold some."""
-    for node in reversed(nodes):
-        if not node.users:
-            node.graph.erase_node(node)
-
-
-def _write_out(call: fx.Node, writer: _Writer) -> LibraryCall | None:
+def _write_out(call: fx.Node, writer: Writer) -> LibraryCall | None:
     """``output`` keeps the call's own fake value: its dtype and strides are what the model sees. None where groups of heads are symbolic."""
     q, k, v = cast(tuple[fx.Node, fx.Node, fx.Node], call.args[:3])
     mask, p = argument(call, 3, "attn_mask"), argument(call, 4, "dropout_p", 0.0)
@@ -103,24 +95,4 @@ def _write_out(call: fx.Node, writer: _Writer) -> LibraryCall | None:
     output.meta["val"] = call.meta["val"]
     trains = bool(mask.meta.get("requires_grad"))
     call.replace_all_uses_with(output)
-    return LibraryCall(call, output, softmax, trains, writer.added)
-
-
-class _Writer:
-    """Emits calls before ``call`` in the dtype that it computes in."""
-
-    def __init__(self, call: fx.Node) -> None:
-        self.call, self.added = call, list[fx.Node]()
-        self.dtype: torch.dtype = call.meta["val"].dtype
-
-    def emit(self, target: Any, *args: Any) -> fx.Node:
-        with self.call.graph.inserting_before(self.call):
-            node = self.call.graph.call_function(target, args)
-        node.meta = {k: v for k, v in self.call.meta.items() if k not in ("val", "example_value")}
-        with fake_mode_of(node), without_autocast(self.call.meta["val"].device.type):
-            node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
-        self.added.append(node)
-        return node
-
-    def cast(self, x: Any) -> fx.Node:
-        return x if x.meta["val"].dtype == self.dtype else self.emit(aten.to.dtype, x, self.dtype)
+    return LibraryCall(call, output, softmax, trains, writer)

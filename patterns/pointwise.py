@@ -226,6 +226,22 @@ def _isnan(cell: Cell) -> int:
     return cell.builder.emit("ne", x, x)
 
 
+def _nan_to_num(cell: Cell) -> int | None:
+    """NaN and the infinities become numbers; the gradient there is 0."""
+    dtype = cell.node.meta["val"].dtype
+    if not dtype.is_floating_point:
+        return None
+    b, x, limits = cell.builder, cell.typed(0, "float"), torch.finfo(dtype)
+    given = [cell.arg(1, "nan"), cell.arg(2, "posinf"), cell.arg(3, "neginf")]
+    numbers = [default if n is None else n for n, default in zip(given, (0.0, limits.max, limits.min), strict=True)]
+    if not all(isinstance(n, (int, float)) for n in numbers):
+        return None
+    value = x
+    for literal, number in ((-math.inf, numbers[2]), (math.inf, numbers[1])):
+        value = b.emit("where", b.emit("eq", x, b.const(literal)), b.const(float(number)), value)  # type: ignore[arg-type]
+    return b.emit("where", b.emit("ne", x, x), b.const(float(numbers[0])), value)  # type: ignore[arg-type]
+
+
 def _cast(cell: Cell) -> int:
     return cell.typed(0, cell.kind)
 
@@ -274,6 +290,7 @@ RULES.update(
         "clamp_max": _clamp_one("max", "min"),
         "isneginf": _isneginf,
         "isnan": _isnan,
+        "nan_to_num": _nan_to_num,
         "logical_and": lambda cell: cell.builder.emit("and", cell.typed(0, "bool"), cell.typed(1, "bool")),
         "logical_or": lambda cell: cell.builder.emit("or", cell.typed(0, "bool"), cell.typed(1, "bool")),
         "logical_xor": lambda cell: cell.builder.emit("ne", cell.typed(0, "bool"), cell.typed(1, "bool")),

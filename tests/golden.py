@@ -9,11 +9,11 @@ import torch
 from expecttest import TestCase
 from torch import Tensor
 
+from fa_inductor import library_calls, sums
 from fa_inductor.analyse import analyse
 from fa_inductor.facts import Affine, ProgramFacts
 from fa_inductor.find import find
 from fa_inductor.graph import GraphContext
-from fa_inductor.library_calls import write_out
 from fa_inductor.normalize import Normalized, normalize
 from fa_inductor.patterns.views import name_of
 from fa_inductor.recognise import recognise_site
@@ -45,7 +45,8 @@ def verdicts_of(function: Callable[..., Any], *inputs: Any, dynamic: bool | None
     def backend(gm: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         normal = normalize(gm)
         assert isinstance(normal, Normalized), normal
-        write_out(normal.gm)
+        library_calls.write_out(normal.gm)
+        sums.write_out(normal.gm)
         if operators is not None:
             operators.update(name_of(node) for node in normal.gm.graph.nodes)
         context = GraphContext(normal.gm, torch.is_grad_enabled())

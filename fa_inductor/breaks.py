@@ -6,6 +6,7 @@ a break says nothing. But the function that was broken is then still being calle
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import threading
@@ -38,9 +39,11 @@ BREAK = declare("graph_break", "change that line so that Dynamo can trace it (TO
 _KINDS = (
     (UNCOMPILED, re.compile(r"compiler\.disable|_dynamo\.disable"), "a function marked torch.compiler.disable is called"),
     (ASKED, re.compile(r"_dynamo\.graph_break|User-inserted"), "torch._dynamo.graph_break is called"),
-    (PRINT, re.compile(r"operator `print`|logging\.Logger|[Ll]ogger method|warnings\.warn"), "print or a logger is called"),
+    (PRINT, re.compile(r"operator `print`|logging\.Logger|`_?warnings\.warn`|`write` of class `TextIO"), "print or a logger is called"),
     (VALUE, re.compile(r"generic_jump|[Dd]ata.dependent|\.item\(\)|tolist\(\)|Dynamic shape operator"), "the value of a tensor decides what Python does"),
 )
+_EXAMPLE = re.compile(r" \(e\.g\.[^)]*\)")
+_NAME = re.compile(r"`(?P<name>[^`]+?)\.?`")
 _FUNCTION = re.compile(r"function `<(?:bound method|function) (?P<name>[\w.<>]+)")
 _WRAPPERS = (
     (re.compile(r"hook\("), "nn/modules/module.py", "in a hook"),
@@ -67,17 +70,25 @@ class Break:
         return self.frames[0].file, self.frames[0].line
 
     @property
-    def code(self) -> str:
-        return next((code for code, sign, _ in _KINDS if sign.search(self.reason)), BREAK)
+    def said(self) -> str:
+        """Dynamo's message without hints and examples."""
+        return _EXAMPLE.sub("", re.split(r"\n\s*(?:Hint|Developer debug context):", self.reason.strip())[0])
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The code, and what happens there in words of our own; none for what is rare."""
+        if any(f.file == logging.__file__ for f in self.frames):
+            return PRINT, "a logger is called"
+        return next(((code, words) for code, sign, words in _KINDS if sign.search(self.said)), (BREAK, ""))
 
     @property
     def sentence(self) -> str:
         """What happens at that line, in a few words."""
-        said = next((words for _, sign, words in _KINDS if sign.search(self.reason)), None) or _first_line(self.reason)
-        function = _FUNCTION.search(self.reason)
-        if self.code == UNCOMPILED and function:
-            said = f"{function['name']} is called, which is marked torch.compiler.disable"
-        return f"{said}, {self.inside}" if self.inside else said
+        code, words = self.kind
+        function = _FUNCTION.search(self.said)
+        if code == UNCOMPILED and function:
+            words = f"{function['name']} is called, which is marked torch.compiler.disable"
+        return ", ".join(filter(None, (words or _title(self.said), self.inside)))
 
     @property
     def inside(self) -> str:
@@ -86,21 +97,24 @@ class Break:
 
     def refusal(self, where: str, node: str = "") -> Refusal:
         """``where``: what the break lies between."""
-        return Refusal(self.code, f"{where}: {self.sentence}", node, place_of(self.frames))
+        return Refusal(self.kind[0], f"{where}: {self.sentence}", node, place_of(self.frames))
 
     @property
     def note(self) -> Refusal | None:
         """What is not compiled because of the break, where that is more than a line."""
-        if self.code == UNCOMPILED or (self.scores and self.inside):  # a softmax module with a hook may run uncompiled
+        if self.kind[0] == UNCOMPILED or (self.scores and self.inside):  # a softmax module with a hook may run uncompiled
             return self.refusal("the graph ends")
         if any(_CHECKPOINT.search(f.source) for f in self.frames[:-1]):
             return Refusal(CHECKPOINT, f"the graph ends, and the checkpoint is not compiled: {self.sentence}", location=place_of(self.frames))
         return None
 
 
-def _first_line(reason: str) -> str:
-    lines = reason.strip().splitlines()
-    return lines[0].rstrip(".:") if lines else "Dynamo ended the graph there"
+def _title(said: str) -> str:
+    """The first line of a message, and what it is about."""
+    title, _, explanation = said.partition("\n")
+    about = _NAME.search(explanation)
+    title = title.rstrip(".: ") or "Dynamo ended the graph there"
+    return f"{title}: {about['name']}" if about and "`" not in title else title
 
 
 def ended_by(gm: fx.GraphModule) -> Break | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import fx
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.*)$')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
 _KEYED = re.compile(r"""(?:\._modules)?\[['"]?(?P<key>[^'"\]]+)['"]?\]""")
 _ROOT = re.compile(r"""^[LG]\[['"](?P<name>[^'"]+)['"]\]""")
 
@@ -28,8 +30,9 @@ class Frame:
 
     @property
     def internal(self) -> bool:
-        """Part of PyTorch, or code that has no file."""
-        return self.file.startswith((_TORCH, "<"))
+        """Part of PyTorch or of Python, or code that has no file."""
+        python = self.file.startswith(_PYTHON) and not any(f"{os.sep}{folder}{os.sep}" in self.file for folder in ("site-packages", "dist-packages"))
+        return python or self.file.startswith((_TORCH, "<"))
 
 
 def frames_of(node: fx.Node) -> list[Frame]:
@@ -45,7 +48,7 @@ def frames_of(node: fx.Node) -> list[Frame]:
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame outside PyTorch; failing that, the innermost."""
+    """The innermost frame outside PyTorch and Python; failing that, the innermost."""
     own = [frame for frame in frames if not frame.internal] or frames
     return own[-1] if own else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,20 @@ def asks_for_a_break(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return s.softmax(-1) @ v
 
 
+def logs_by_the_module(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The break itself is in Python's own logging."""
+    s = q @ k.mT
+    logging.warning("scores")
+    return s.softmax(-1) @ v
+
+
+def sleeps(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What Dynamo says of it mentions warnings, printing and tensors' values only as examples."""
+    s = q @ k.mT
+    time.sleep(0)
+    return s.softmax(-1) @ v
+
+
 def two_lines(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """No graph lies between the two calls, so no backend hears of the second."""
     s = q @ k.mT
@@ -140,6 +155,8 @@ TORN: dict[str, tuple[Callable[..., Tensor], str, str, Callable[..., Any], str]]
     "logger": (logs_the_shape, "break_print", BEFORE, logs_the_shape, "log.warning"),
     "branch": (branches_on_scores, "break_value", BEFORE, branches_on_scores, "if s.max"),
     "graph_break": (asks_for_a_break, "break_asked", BEFORE, asks_for_a_break, "graph_break()"),
+    "logging": (logs_by_the_module, "break_print", BEFORE, logs_by_the_module, "logging.warning"),
+    "another builtin": (sleeps, "graph_break", BEFORE, sleeps, "time.sleep"),
     "two in a row": (two_lines, "break_print", BEFORE, two_lines, '"one"'),
     "autograd.Function": (own_function, "break_print", BEFORE, Scale.forward, "print("),
     "item": (item_of_probabilities, "break_value", AFTER, item_of_probabilities, ".item()"),
@@ -164,6 +181,11 @@ def test_dynamic_shapes() -> None:
         call = rewritten(breaks_on_both_sides, dynamic=True)
         call(*qkv())
     assert [s.refusal.code for r in reports for s in r.sites if s.refusal] == ["break_print"]
+
+
+def test_what_is_rare_is_said_in_dynamos_words() -> None:
+    site = the_softmax(sleeps, *qkv())
+    assert site.refusal is not None and site.refusal.text == f"{BEFORE}: Attempted to call function marked as skipped: time.sleep"
 
 
 def test_the_wrapper_is_named() -> None:

@@ -84,6 +84,11 @@ def test_paths_below_the_current_directory_are_relative():
     assert location_of(node(stack)) == os.path.join("src", "m.py") + ":7"
 
 
+def test_frames_of_python_itself_are_skipped():
+    stack = f'  File "/home/u/main.py", line 3, in f\n    log()\n  File "{os.path.dirname(os.__file__)}/logging/__init__.py", line 9, in log\n    x\n'
+    assert location_of(node(stack)) == "/home/u/main.py:3"
+
+
 def test_only_torch_frames_still_give_one():
     stack = f'  File "{torch.__file__}", line 9, in f\n'
     assert location_of(node(stack)) == os.path.join("torch", "__init__.py") + ":9"

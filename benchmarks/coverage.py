@@ -36,8 +36,6 @@ from zoo_runs import FinalGraphs, measure
 
 import fa_inductor
 
-VARIANTS = ("infer", "train", "dynamic", "autocast", "lora")
-
 
 def trials_of(name: str, variants: Sequence[str], codegen: bool, trains: bool) -> list[Trial]:
     """The trials of a model, in order."""
@@ -139,7 +137,7 @@ def main() -> None:
     runner.add_argument("names", nargs="*", help="models (default: all)")
     runner.add_argument("--zoo", required=True, help="folder of the zoo")
     runner.add_argument("--out", required=True, help="results, appended to")
-    runner.add_argument("--variants", default="infer,train", help=",".join(VARIANTS))
+    runner.add_argument("--variants", default="infer,train", help=",".join(coverage_table.VARIANTS))
     runner.add_argument("--codegen", action="store_true", help="compile the final graphs")
     runner.add_argument("--sample", type=int, help="so many models, spread over forms and packages")
     runner.add_argument("--without", default="", help="models to leave out, with commas")

@@ -13,13 +13,14 @@ import zoo_errors
 
 Record = dict[str, Any]
 
+VARIANTS = ("infer", "train", "dynamic", "autocast", "lora")
 VERDICTS = ("ok", "random", "inexact", "failed", "skipped")
 
 _HEAD = """# Coverage
 
 Attention in {models} unmodified public models of {packages} packages, with tiny random configurations: the sites that a counter independent of this
 project finds in each, how many of them are rewritten, and by which kernel; beside it Inductor's own matcher, by its counter. Then every
-site that is not rewritten, with the refusal. Made by `make coverage`; nothing here is typed by hand.
+site that is not rewritten, with the refusal. Made by `make coverage` from results in benchmarks/results; nothing here is typed by hand.
 """
 
 _TOTALS = """A site is counted once for each graph that is compiled for inference; what is rewritten beyond that count is left out of the totals. `final` says
@@ -61,14 +62,14 @@ def document(headers: Sequence[Record], records: Sequence[Record]) -> str:
     models = {r["name"]: r["package"] for r in records}
     parts = [_HEAD.format(models=len(models), packages=len(set(models.values()))), *_provenance(headers)]
     parts += ["## Totals\n", _TOTALS, _totals(records), *_autocast(records), "## Models\n", _models(records)]
-    parts += ["## Sites that are not rewritten\n", _missed(records), "## Results that are not eager's\n", _wrong(records)]
+    parts += ["## Sites that are not rewritten\n", *_missed(records), "## Results that are not eager's\n", _wrong(records)]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def variant_of(record: Record) -> str:
     """The row of the totals that a record belongs to."""
-    name = record["variant"] if record["variant"] in ("infer", "train") else f"{record['variant']}, {record['mode']}"
-    return name + (", generated code" if record["codegen"] else "")
+    name = record["variant"] if record["variant"] in ("infer", "train") else f"{record['variant']} {record['mode']}"
+    return name + (" (generated code)" if record["codegen"] else "")
 
 
 def outcome_of(record: Record) -> str:
@@ -94,7 +95,7 @@ def _versions(machine: Record) -> str:
 
 def _totals(records: Sequence[Record]) -> str:
     rows = []
-    for variant in dict.fromkeys(variant_of(r) for r in records):
+    for variant in dict.fromkeys(variant_of(r) for r in sorted(records, key=_order)):
         group = [r for r in records if variant_of(r) == variant]
         ran = [r for r in group if "rewritten" in r]
         outcomes = Counter(outcome_of(r) for r in group)
@@ -103,6 +104,10 @@ def _totals(records: Sequence[Record]) -> str:
         cells = [_with_plain(outcomes, name) for name in VERDICTS]
         rows.append([variant, len(ran), sum(r["sites"] for r in ran), known, sum(len(r["refused"]) for r in ran), agree, *cells])
     return _markdown(["variant", "models", "sites", "rewritten", "refusals", "final", *VERDICTS], rows)
+
+
+def _order(record: Record) -> tuple[Any, ...]:
+    return record["codegen"], VARIANTS.index(record["variant"]), record["mode"]
 
 
 def _with_plain(outcomes: Counter[str], name: str) -> str:
@@ -114,10 +119,11 @@ def _with_plain(outcomes: Counter[str], name: str) -> str:
 def _autocast(records: Sequence[Record]) -> list[str]:
     rows = []
     for name, error in (("outputs", "err"), ("gradients", "grad_err")):
-        ratios = sorted((x, r["name"]) for r in records if r["variant"] == "autocast" and (x := zoo_errors.ratio(r, error)) is not None)
+        judged = [r for r in records if r["variant"] == "autocast" and r.get("rewritten")]
+        ratios = sorted((x, r["name"]) for r in judged if (x := zoo_errors.ratio(r, error)) is not None)
         if ratios:
             rows.append([name, len(ratios), f"{statistics.median(x for x, _ in ratios):.2f}", f"{ratios[-1][0]:.2f} ({ratios[-1][1]})"])
-    text = "Under bfloat16 autocast, error against the exact model over eager's own (norm of all differences):\n"
+    text = "Under bfloat16 autocast, error against the exact model over eager's own (norm of all differences), where a site is rewritten:\n"
     return [text, _markdown(["of", "models", "median", "largest"], rows)] if rows else []
 
 
@@ -137,21 +143,26 @@ def _models(records: Sequence[Record]) -> str:
     return _markdown(["model", "package", "forms", "sites", "infer", "train", "kernels", "Inductor, infer", "Inductor, train"], rows)
 
 
-def _missed(records: Sequence[Record]) -> str:
-    """A row for each refusal of a model, with the variants that have it, and for what is missing without one."""
-    found: dict[tuple[str, ...], list[str]] = {}
+def _missed(records: Sequence[Record]) -> list[str]:
+    """Two tables, of sites and of softmaxes beyond the count: a row for each refusal of a model, with the variants that have it."""
+    counted: dict[tuple[str, ...], list[str]] = {}
+    others: dict[tuple[str, ...], list[str]] = {}
     for record in records:
         if "rewritten" not in record:
             continue
-        refused = [*record["refused"], *record["graph_refusals"]]
-        for refusal in refused:
+        gap = record["sites"] - record["rewritten"]
+        for refusal in (*record["refused"], *record["graph_refusals"]):
             row = (record["name"], refusal["at"], refusal.get("line", ""), refusal["code"], refusal["text"])
-            found.setdefault(row, []).append(variant_of(record))
-        gap = record["sites"] - record["rewritten"] - len(refused)
-        if gap > 0:
+            (counted if gap > 0 else others).setdefault(row, []).append(variant_of(record))
+        gap -= len(record["refused"])
+        if gap > 0 and not record["graph_refusals"]:
             left = record["final"].get("softmaxes", 0)
             text = f"{gap} not met in the {record['graphs']} graphs compiled, which hold {left} softmaxes in the end: layers share a graph, or it is not run"
-            found.setdefault((record["name"], "", "", "-", text), []).append(variant_of(record))
+            counted.setdefault((record["name"], "", "", "-", text), []).append(variant_of(record))
+    return [_refusals(counted), "Softmaxes that are refused in models all of whose counted sites are rewritten:\n", _refusals(others)]
+
+
+def _refusals(found: dict[tuple[str, ...], list[str]]) -> str:
     rows = [[m, at, f"`{source}`" if source else "", code, text, _times(variants)] for (m, at, source, code, text), variants in sorted(found.items())]
     return _markdown(["model", "at", "line", "code", "why", "variants"], rows)
 

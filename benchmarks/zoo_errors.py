@@ -94,8 +94,8 @@ def shortened(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratio(record: dict[str, Any], key: str) -> float | None:
-    """Error over eager's own."""
-    if "exact" not in record or not record["eager_exact"][key]:
+    """Error over eager's own, where that is a number."""
+    if "exact" not in record or not 0 < record["eager_exact"][key] < math.inf:
         return None
     return float(record["exact"][key] / record["eager_exact"][key])
 

@@ -132,17 +132,19 @@ def test_the_document(tmp_path: pathlib.Path) -> None:
         record("m"),
         record("n", sites=3, rewritten=1, forward=1, refused=[refusal], inductor={"infer": None, "train": 1.5}),
         record("n", "train", mode="train", error="RuntimeError: no", verdict="failed"),
+        record("o", refused=[refusal]),
         record("m", "autocast", mode="train", exact=reference(1e-3, 2e-3), eager_exact=reference(2e-3, 2e-3), codegen=True),
     ]
     file = tmp_path / "r.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = coverage_table.document(*coverage_table.load([file]))
     assert "- `python x` at abc" in text and "Packages: p 1.0.\n" in text
-    assert "| infer | 2 | 5 | 3 | 1 | 2 of 2 | 2 | 0 | 0 | 0 | 0 |" in text
-    assert "| autocast, train, generated code | 1 |" in text
+    assert "| infer | 3 | 7 | 5 | 2 | 3 of 3 | 3 | 0 | 0 | 0 | 0 |" in text
+    assert "| autocast train (generated code) | 1 |" in text
     assert "| outputs | 1 | 0.50 | 0.50 (m) |" in text
     assert "| m | p | scale ×2 | 2 | 2 | - | tiled | 1 | - |" in text
     assert "| n | f.py:3 | `s \\| t` | softmax_axis | over a\\|b | infer |" in text
+    assert "| o | f.py:3 |" in text.split("all of whose counted sites are rewritten")[1]
     assert "| n |  |  | - | 1 not met in the 1 graphs" in text
     assert "| n | train | failed | RuntimeError: no |" in text
     assert "inexact |" not in text.split("## Models")[1]

@@ -25,6 +25,7 @@ from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of
 from .patterns.contraction import OTHER_PRODUCTS, Contraction, describe, is_contraction
 from .patterns.exponentials import shifts
+from .patterns.nan import without_nan
 from .patterns.views import argument, name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
@@ -217,6 +218,7 @@ class _Region:
     def _lift_after(self, space: Space, names: dict[sympy.Symbol, str], second: Contraction, side: str) -> tuple[int, tuple[fx.Node, float] | None, Lifter]:
         reads: list[tuple[Expr, ...]] = []
         dropped: list[tuple[fx.Node, float]] = []
+        self._cleaned = False
 
         def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
             if node is self.anchor.output:
@@ -227,6 +229,12 @@ class _Region:
                     raise refuse(DROPS_ALL, "this dropout sets every probability to zero", node)
                 dropped.append((node, float(argument(node, 1, "p"))))
                 return lifter.element(node.args[0], index)  # type: ignore[arg-type]
+            found = without_nan(node)
+            value = lifter.element(found[0], index) if found is not None and found[0] in self.after else None
+            if found is not None and value is not None and lifter.builder.nodes[value].op == "score":
+                self._cleaned = True
+                lifter.touched.update(found[1])
+                return value
             if name_of(node) in _REDUCTIONS:
                 raise refuse(RENORMALISED, f"{node.target} over the probabilities stands between the softmax and the second matmul", node)
             return None
@@ -336,7 +344,7 @@ class _Region:
         )
         return AttentionSite(
             self.anchor, output, views["q"], views["k"], views["v"], axes, program, post, captures, sizes,
-            lifted.dropout[1] if lifted.dropout else 0.0, dtype, region, escapes, tuple(columns),
+            lifted.dropout[1] if lifted.dropout else 0.0, dtype, region, escapes, tuple(columns), self._cleaned,
         )  # fmt: skip
 
     def _check_overflow(self, lifted: Lifted) -> None:

@@ -21,7 +21,7 @@ from .analyse import DTYPE, NO_SCORES, NOT_ATTENTION, analyse
 from .counters import record_graph
 from .dump import Dump
 from .find import Candidate, find
-from .finite import rule_for_rows
+from .finite import check_cleaned, rule_for_rows
 from .graph import GraphContext
 from .inductor import Contents, compile_with_inductor
 from .library_calls import LIBRARY, LibraryCall
@@ -234,8 +234,11 @@ class Compilation:
             raise Refused(Refusal(DROPOUT_RANDOM, "dropout with torch._inductor.config.fallback_random", node.name, location_of(node)))
         rows = rule_for_rows(site, facts)
         if rows is None:
-            why = "probabilities are masked again after a softmax that may have rows of -inf alone, or NaN"
+            again = "probabilities are masked again after a softmax that may have rows of -inf alone, or NaN"
+            why = "probabilities that may be 0 for a whole row are multiplied by what may be infinite" if site.cleaned else again
             raise Refused(Refusal(POST_MASK_NAN, why, node.name, location_of(node)))
+        if site.cleaned:
+            check_cleaned(site, facts, node in context.needs_grad)
         emitter, placed = place(context, site)
         specs = placed.specs(context)
         device = placed.q.meta["val"].device

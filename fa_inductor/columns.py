@@ -89,3 +89,8 @@ def share_of_keys(out: Tensor, lse: Tensor, columns: Tensor) -> Tensor:
     Written so that its gradient, the columns' share, keeps its digits where it is small (1 - sigmoid does not).
     """
     return (out * torch.exp(-softplus(columns - lse)).unsqueeze(-1)).to(out.dtype)
+
+
+def rows_or_zero(out: Tensor, lse: Tensor) -> Tensor:
+    """``out``, and 0 where the softmax's row is NaN: its maximum is -inf, inf or NaN."""
+    return torch.where(lse.detach().isfinite().unsqueeze(-1), out, 0.0)

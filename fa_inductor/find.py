@@ -10,6 +10,7 @@ from .lift import liftable
 from .near_softmax import near_softmax
 from .patterns import softmax
 from .patterns.contraction import is_contraction
+from .patterns.nan import REPLACING
 from .patterns.softmax import Softmax
 from .patterns.views import SPLITS, argument, name_of
 from .refusal import Refusal
@@ -51,7 +52,7 @@ def _candidate(anchor: Softmax) -> Candidate:
             seen.add(user)
             if is_contraction(user):
                 contractions.append(user)
-            elif is_dropout(user) or liftable(user) or name_of(user) in SPLITS:
+            elif is_dropout(user) or liftable(user) or name_of(user) in (*SPLITS, *REPLACING):
                 queue.append(user)
             else:
                 others.append(user)

@@ -7,20 +7,28 @@ hold -inf for all keys of a row.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import fx
 
 from .facts import ProgramFacts
+from .location import location_of
 from .patterns import joins, views
 from .patterns.contraction import is_contraction
 from .patterns.views import name_of
 from .program import ProgramBuilder, ScoreProgram
 from .program.bounds import surely_finite
-from .site import AttentionSite
+from .refusal import Refusal, Refused, declare
+from .site import AttentionSite, Captured
 
-_MOVES = frozenset({*views.RULES, *joins.NAMES, "gather", "index", "index_select", "embedding", "to", "_to_copy", "neg"})
+NAN_ROWS = declare("nan_rows", "call softmax, or subtract the row's maximum: then a row is NaN only where all of it is hidden")
+NAN_GRADIENT = declare(
+    "nan_gradient", "hide scores by masked_fill or where instead of adding -inf, or use a finite fill; without gradients the site can be fused as it is"
+)
+_MOVES = frozenset({*views.RULES, *joins.NAMES, "gather", "index", "index_select", "embedding", "to", "_to_copy", "neg", "tanh", "sigmoid"})
+_LARGE = 2.0**14
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
 
 
@@ -29,15 +37,72 @@ def rule_for_rows(site: AttentionSite, facts: ProgramFacts) -> Literal["eager", 
 
     "zero": what is hidden by -inf before the softmax is exactly what is set to 0 after it, so that a row of NaN becomes 0.
     """
+    finite = _finite_among(site.captures)
+    if site.cleaned:
+        return "zero" if site.post is None or surely_finite(site.post, finite=finite) else None
     if site.post is None or not any(n.op == "where" for n in site.post.nodes):
         return "eager"
-    visible = facts.mask is not None and facts.mask.every_row_visible and facts.mask.fill == -math.inf
-    finite = {i for i, c in enumerate(site.captures) if like_scores(c.node)}
-    if surely_finite(site.program, fill=-math.inf if visible else None, finite=finite):
+    if _no_row_is_nan(site, facts):
         return "eager"
     hidden = _chosen(site.program, site.program.result, -math.inf)
     finite_but_hidden = surely_finite(site.program, fill=-math.inf, finite=finite)
     return "zero" if hidden is not None and finite_but_hidden and hidden in _zeroed(site.post) else None
+
+
+def _finite_among(captures: Sequence[Captured]) -> set[int]:
+    return {i for i, c in enumerate(captures) if like_scores(c.node)}
+
+
+def _no_row_is_nan(site: AttentionSite, facts: ProgramFacts) -> bool:
+    visible = facts.mask is not None and facts.mask.every_row_visible and facts.mask.fill == -math.inf
+    return surely_finite(site.program, fill=-math.inf if visible else None, finite=_finite_among(site.captures))
+
+
+def check_cleaned(site: AttentionSite, facts: ProgramFacts, trained: bool) -> None:
+    """Rows of NaN that are 0 after the softmax: is that all that can be seen of them? Raises Refused where it is not.
+
+    Eager's gradient of such a row's scores is NaN. It ends where the hidden scores were replaced; where -inf was added it goes on.
+    """
+    node = site.anchor.output
+    if not site.anchor.guarded:
+        text = "rows of NaN are turned into 0 after a softmax by hand without the maximum, which makes them of small scores too"
+        raise Refused(Refusal(NAN_ROWS, text, node.name, location_of(node)))
+    if not _holds_in_half(site):
+        text = "rows of NaN are turned into 0, and the sum of a float16 score and a mask may be -inf, which it is not in float32"
+        raise Refused(Refusal(NAN_ROWS, text, node.name, location_of(node)))
+    surely = _no_row_is_nan(site, facts) and all(surely_finite(c.program, finite=_finite_among(c.captures)) for c in site.columns)
+    if trained and not surely and (site.columns or not _hidden_by_choice(site)):
+        text = "a row that is -inf alone, or NaN, is turned into 0 after the softmax, but its gradient in eager is NaN"
+        raise Refused(Refusal(NAN_GRADIENT, text, node.name, location_of(node)))
+
+
+def _holds_in_half(site: AttentionSite) -> bool:
+    """Scores that eager computes in float16 are infinite only where they are in fp32: nothing is added to them that may be as large as its range."""
+    if not any(isinstance(n.meta["val"], torch.Tensor) and n.meta["val"].dtype == torch.float16 for n in site.region):
+        return True
+    nodes, at = site.program.nodes, site.program.result
+    while nodes[at].op == "where" and nodes[nodes[at].args[2]].op == "const":
+        at = nodes[at].args[1]
+    core, finite = ProgramBuilder(), _finite_among(site.captures)
+    core.captures, core.n_sizes = list(site.program.captures), site.program.n_sizes
+    live = core.finish(core.inline(site.program)[at]).nodes
+    return not any(n.type == "float" and ((n.op == "load" and n.value not in finite) or (n.op == "const" and abs(float(n.value or 0)) >= _LARGE)) for n in live)
+
+
+def _hidden_by_choice(site: AttentionSite) -> bool:
+    """Nothing but choices makes a score -inf, whose gradient the choice drops."""
+    program, at = site.program, site.program.result
+    while True:
+        node = program.nodes[at]
+        other = program.nodes[node.args[-1]] if node.args else node
+        if node.op == "where" and other.op == "const" and other.value == -math.inf:
+            at = node.args[1]
+        elif node.op in ("mul", "div") and other.op == "const" and 0 < float(other.value or 0) < math.inf:
+            at = node.args[0]
+        else:
+            break
+    core = ScoreProgram(program.nodes, (at,), program.captures, program.n_sizes)
+    return surely_finite(core, finite=_finite_among(site.captures))
 
 
 def _chosen(program: ScoreProgram, at: int, literal: float) -> ScoreProgram | None:

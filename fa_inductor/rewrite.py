@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from .columns import column_lse, share_of_keys
+from .columns import column_lse, rows_or_zero, share_of_keys
 from .emitter import Emitter, fake_mode_of
 from .graph import GraphContext
 from .index import ONE, Expr
@@ -177,14 +177,14 @@ def replace(context: GraphContext, site: AttentionSite, emitter: SiteEmitter, pl
     call = _attention_call(emitter, site, placed, seed, plan)
     out = _result(emitter, call, 0)
     ax = site.axes
-    if site.columns:
-        out = _with_columns(emitter, site, call, out)
     saved = out
+    if site.columns or site.cleaned:
+        out = _with_columns(emitter, site, out, _result(emitter, call, 1))
     result = emitter.original(out, site.output, {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.dv}, old.meta["val"].dtype)
     result = emitter.layout(result, old)
     assert result.meta["val"].shape == old.meta["val"].shape, f"rewritten output has shape {result.meta['val'].shape}, not {old.meta['val'].shape}"
     old.replace_all_uses_with(result)
-    if not site.columns and saved in context.needs_grad and _returned(saved):
+    if saved is out and saved in context.needs_grad and _returned(saved):
         _share_copy(context, saved)
     _erase_dead(context, old, site.region)
     return call
@@ -212,17 +212,17 @@ def _share_copy(context: GraphContext, saved: fx.Node) -> None:
     saved.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
-def _with_columns(emitter: SiteEmitter, site: AttentionSite, call: fx.Node, out: fx.Node) -> fx.Node:
-    """The output of a softmax that runs over more columns, from the one that runs over the keys alone (see ``columns``)."""
+def _with_columns(emitter: SiteEmitter, site: AttentionSite, out: fx.Node, lse: fx.Node) -> fx.Node:
+    """The output of a softmax that runs over more columns, from the one that runs over the keys alone (see ``columns``);
+    0 where its row is NaN, if the site says so."""
     ax = site.axes
-    lse = _result(emitter, call, 1)
     for column in site.columns:
         captures = [emitter.capture(c, out.meta["val"].device) for c in column.captures]
         sizes = [value_of(emitter.size(s)) for s in column.size_symbols]
         box = [value_of(emitter.size(e)) for e in (ax.b, ax.hq, ax.q, column.length)]
         total = emitter.record(partial(column_lse, column.program, box, sizes), out, captures)
         out, lse = emitter.record(share_of_keys, out, lse, total), emitter.record(torch.logaddexp, lse, total)
-    return out
+    return emitter.record(rows_or_zero, out, lse) if site.cleaned else out
 
 
 def _result(emitter: SiteEmitter, call: fx.Node, position: int) -> fx.Node:

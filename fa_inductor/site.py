@@ -93,3 +93,5 @@ class AttentionSite:
     escapes: bool
     """The probabilities are used elsewhere too: the original nodes stay for those users."""
     columns: tuple[Column, ...] = ()
+    cleaned: bool = False
+    """A row of NaN is 0 after the softmax."""

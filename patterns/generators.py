@@ -226,6 +226,18 @@ def constant(node: object) -> int | bool | None:
     return constant(below[0]) if below is not None else None
 
 
+def constant_of(x: object) -> object:
+    """The number that an argument is: a literal, or a tensor filled with one; None where it is not known."""
+    if isinstance(x, (int, float)):
+        return x
+    if not isinstance(x, fx.Node):
+        return None
+    filled = {"zeros": 0, "zeros_like": 0, "new_zeros": 0}.get(name_of(x))
+    if filled is None and name_of(x) in ("full", "full_like", "new_full", "scalar_tensor"):
+        filled = argument(x, {"scalar_tensor": 0, "new_full": 2}.get(name_of(x), 1), "fill_value")
+    return filled if isinstance(filled, (int, float)) else None
+
+
 def _diff(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
     exact = affine(node, index)
     return None if exact is None else reader.size(exact)

@@ -49,6 +49,8 @@ class Softmax:
     factor: float = 1.0
     zero_rows: bool = False
     """A row of -inf alone is 0, not NaN."""
+    guarded: bool = True
+    """NaN only in rows whose maximum is not finite: without the maximum, a row of small scores alone is 0 / 0 too."""
 
 
 def match(node: fx.Node) -> Softmax | None:
@@ -107,9 +109,11 @@ def _exp_of_difference(node: fx.Node) -> Softmax | None:
         return None
     x = inner.args[0]
     by_hand = log_of_sum(inner.args[1], x) if isinstance(x, fx.Node) else None
-    if by_hand is not None:
+    if by_hand is not None and isinstance(x, fx.Node):
         dim = argument(by_hand, 1, "dim")
-        return _anchor(node, without_shift(x, dim), dim, "exp(x - log(sum))")  # type: ignore[arg-type]
+        source = without_shift(x, dim)
+        found = _anchor(node, source, dim, "exp(x - log(sum))")
+        return found and replace(found, guarded=source is not x)
     for logsum, *terms in ([inner.args[1]], *addends(inner.args[1], "logaddexp")):
         total = reduction(logsum, ("logsumexp",), x)
         if total is not None and all(constant_along(t, argument(total, 1, "dim"), inner) for t in terms):
@@ -120,10 +124,10 @@ def _exp_of_difference(node: fx.Node) -> Softmax | None:
 def _exp_over_sum(node: fx.Node) -> Softmax | None:
     """exp(y) / sum(exp(y), dim), y perhaps x - max(x, dim)."""
     for numerator, divisor in quotients(node):
-        exponential, found = through_casts(numerator), power(numerator)
-        if exponential is None or found is None:
+        exponential, raised = through_casts(numerator), power(numerator)
+        if exponential is None or raised is None:
             continue
-        shifted, factor = found
+        shifted, factor = raised
         plain = reduction(divisor, ("sum",), exponential)
         total = plain or reduction(without_floor(divisor), ("sum",), exponential)
         if total is None:
@@ -135,7 +139,8 @@ def _exp_over_sum(node: fx.Node) -> Softmax | None:
         source = without_shift(shifted, dim)
         if plain is None and source is shifted:  # without the maximum the sum may be small, and what is added to it counts
             return _larger_sum(node, exponential, shifted, divisor) if factor == 1 else None
-        return _anchor(node, source, dim, "exp / sum" if source is shifted else "exp(x - max) / sum", factor=factor)
+        found = _anchor(node, source, dim, "exp / sum" if source is shifted else "exp(x - max) / sum", factor=factor)
+        return found and replace(found, guarded=source is not shifted)
     return None
 
 
@@ -149,7 +154,8 @@ def _larger_sum(node: fx.Node, exponential: fx.Node, shifted: fx.Node, divisor: 
         limit = shared_limit(shifted, dim)
         term = logarithm(addend, limit)
         if term is not None and constant_along(term, dim, node):
-            return _anchor(node, shifted if limit is None else shifted.args[0], dim, "exp / (sum + term)", (term,))
+            found = _anchor(node, shifted if limit is None else shifted.args[0], dim, "exp / (sum + term)", (term,))
+            return found and replace(found, guarded=False)
     return None
 
 

@@ -21,14 +21,17 @@ from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction
 from .graph import GraphContext
 from .index import ONE, Expr, Space, nonnegative, product, shape_of
 from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
+from .near_softmax import ALTERED
 from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of
 from .patterns.contraction import OTHER_PRODUCTS, Contraction, describe, is_contraction
 from .patterns.exponentials import shifts
+from .patterns.kept import Mask
 from .patterns.views import argument, name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
 from .program.bounds import LARGEST, surely_finite
+from .quotient import Quotient, truth
 from .refusal import Refused, declare
 from .site import AttentionSite, Axes, Captured, Column, View4
 
@@ -135,14 +138,15 @@ class _Region:
     def __init__(self, context: GraphContext, candidate: Candidate, second: fx.Node, first: fx.Node) -> None:
         self.context, self.candidate, self.anchor = context, candidate, candidate.anchor
         self.second, self.first = second, first
+        self.result = self.anchor.quotient.node if self.anchor.quotient is not None else second
         self.shifts = {} if self.anchor.terms else shifts(self.anchor.input, self.anchor.dim)
-        last = context.order[second]
+        last = context.order[self.result]
         self.after = reachable(self.anchor.output, last, context.order)
         self.before = reachable(first, context.order[self.anchor.output], context.order)
 
     # -- the two passes ----------------------------------------------------------------------------------------------------
     def site(self) -> AttentionSite:
-        shape = shape_of(self.second.meta["val"])
+        shape = shape_of(self.result.meta["val"])
         digits = D.Digits.of(shape)
         for _ in range(8):
             space = Space({**digits.extent})
@@ -188,7 +192,8 @@ class _Region:
 
         ``names`` gives each symbol its program index; while guessing all are called b, since only the indices are looked at.
         """
-        second = describe(self.second, index, K)
+        quotient = Quotient(self.context, space, self.anchor.quotient, index) if self.anchor.quotient is not None else None
+        second = describe(self.second, quotient.product if quotient is not None else index, K)
         if second is None:
             raise refuse(NOT_CANONICAL, "this spelling of the second matmul is not a product of two operands over one axis", self.second)
         if second.addend is not None and name_of(self.second) == "linear":
@@ -202,6 +207,8 @@ class _Region:
         space.extent[K] = second.size
         builder = ProgramBuilder()
         probability, dropout, after = self._lift_after(space, names, second, sides[0])
+        if quotient is not None:
+            after.touched |= quotient.sums(self.anchor, self._softmax_index, names)
         score, lifter, contraction, keys = self._lift_before(space, names, builder)
         factor = _transplant(after, probability, lifter, self.second)
         lifter.touched |= after.touched
@@ -274,6 +281,8 @@ class _Region:
         score = builder.convert(lifter.element(self.anchor.input, self._softmax_index), "float")
         if self.anchor.factor != 1:
             score = builder.emit("mul", score, builder.const(self.anchor.factor))
+        for mask in self.anchor.masks:
+            score = self._masked(lifter, score, mask)
         if len({(c.lhs_index, c.rhs_index) for c in reads}) != 1:
             raise refuse(REINDEXED, "the scores are read at two different places", self.first)
         first = reads[0]
@@ -284,6 +293,20 @@ class _Region:
         if len(with_k) != 1:
             raise refuse(NOT_CANONICAL, "the softmax axis belongs to neither or both operands of the score matmul", self.first)
         return score, lifter, first, with_k[0]
+
+    def _masked(self, lifter: Lifter, score: int, mask: Mask) -> int:
+        """``score``, and -inf where ``mask`` takes its exponential away; a product hands NaN on to the scores' gradient, a choice does not."""
+        if mask.node in self.before:
+            raise refuse(ALTERED, "what hides exponentials from the sum depends on the scores", mask.node)
+        b = lifter.builder
+        value = lifter.operand(mask.node, self._softmax_index)
+        if mask.sense == "factor":
+            kept = truth(b, value)
+            if kept is None:
+                raise refuse(ALTERED, "the exponentials are multiplied by what is not known to be 0 or 1", mask.node)
+            return b.emit("add", score, b.emit("where", kept, b.const(0.0), b.const(-math.inf)))
+        kept = b.convert(value, "bool")
+        return b.emit("where", kept if mask.sense == "keep" else b.emit("not", kept), score, b.const(-math.inf))
 
     def _columns(self, space: Space, second: Contraction) -> tuple[list[Column], set[fx.Node]]:
         """The scores beside those of the keys that the softmax runs over too, and the nodes that they are computed by."""
@@ -298,12 +321,15 @@ class _Region:
             return None
 
         columns = Columns(self.context, space, self.anchor, self._softmax_index, NAMES, K)
-        return columns.read(self._first_key, second.size, leaf, self.before, self.second), columns.touched
+        found = columns.read(self._first_key, second.size, leaf, self.before, self.second)
+        if found and self.anchor.masks:
+            raise refuse(ALTERED, "exponentials are masked, and some of them are summed without values of their own", self.second)
+        return found, columns.touched
 
     # -- the proof ---------------------------------------------------------------------------------------------------------
     def prove(self, space: Space, index: tuple[Expr, ...]) -> AttentionSite:
         if any(e == 0 for e in space.extent.values()):
-            raise refuse(EMPTY, f"the output has shape {_words(shape_of(self.second.meta['val']))}", self.second)
+            raise refuse(EMPTY, f"the output has shape {_words(shape_of(self.result.meta['val']))}", self.result)
         lifted = self.lift(space, index, NAMES)
         allowed = {"q": {B, H, Q, DIM}, "k": {B, H, K, DIM}, "v": {B, H, K, DV}}
         for which, names in allowed.items():
@@ -314,13 +340,13 @@ class _Region:
         columns, touched = self._columns(space, lifted.second)
         dtype = self._dtype(lifted)
         views = self._operand_views(space, lifted, dtype)
-        output = as_view(space, {B: "b", H: "h", Q: "q", DV: "d"}, self.second, index)
+        output = as_view(space, {B: "b", H: "h", Q: "q", DV: "d"}, self.result, index)
         if output is None:
             raise refuse(OPERANDS, "the output's dimensions do not come apart into batch, head, query and channel", self.second)
         program, post, captures, sizes = self._programs(lifted)
         if (self.shifts or self.anchor.factor > 1) and not surely_finite(program, fill=-math.inf, loads=LARGEST):
             raise refuse(OVERFLOW, "the maximum is subtracted before a factor, without which the scores could overflow", self.anchor.output)
-        region = frozenset(lifted.lifter.touched | touched | {self.first, self.second, self.anchor.output}) - {
+        region = frozenset(lifted.lifter.touched | touched | {self.first, self.second, self.result, self.anchor.output}) - {
             n for n in self.context.graph.nodes if n.op == "placeholder"
         }
         escapes = self._escapes(lifted, region)
@@ -381,9 +407,9 @@ class _Region:
         return program, None if unit else b.finish(lifted.factor), lifter.captures(), tuple(lifter.size_symbols)
 
     def _escapes(self, lifted: Lifted, region: frozenset[fx.Node]) -> bool:
-        path = [n for n in region if n in self.after and n is not self.second]
+        path = [n for n in region if n in self.after and n is not self.result]
         if lifted.dropout is not None:
-            random = reachable(lifted.dropout[0], self.context.order[self.second], self.context.order)
+            random = reachable(lifted.dropout[0], self.context.order[self.result], self.context.order)
             outside = [u for n in path if n in random for u in n.users if u not in region]
             if outside:
                 raise refuse(ESCAPED_DROPOUT, f"{outside[0].name} uses the probabilities after dropout too", outside[0])
@@ -395,13 +421,13 @@ class _Region:
         carriers = [*(n for n in region if n in self.before or n in self.after), *self.anchor.parts]
         if len({mode[n] for n in carriers}) > 1:
             raise refuse(GRAD_MODE, "part of the scores is computed under no_grad and part is not", self.second)
-        last = order[self.second]
+        last = order[self.result]
         read = set(region) | chains
         for node in {*(c.node for c in captures), *(v.node for v in views.values())}:
             write = self.context.written_between({node}, self.context.first_read(node, read, last), last)
             if write is not None:
                 raise refuse(MUTATION, f"{write.target} writes to a tensor that the attention reads ({node.name})", write)
-        inside = {n for n in carriers if storage_keys(n)} - {self.second}
+        inside = {n for n in carriers if storage_keys(n)} - {self.result}
         write = self.context.written_between(inside, min(order[n] for n in carriers), last)
         if write is not None:
             raise refuse(MUTATION, f"{write.target} changes the scores in place through a view", write)

@@ -618,12 +618,6 @@ def softmax_over_heads(q, k, v):
     return (q @ k.mT).softmax(1) @ v
 
 
-@miss("deferred_division")
-def divided_after_the_product(q, k, v):
-    e = torch.exp(q @ k.mT * 0.2)
-    return (e @ v) / e.sum(-1, keepdim=True)
-
-
 @miss("altered_softmax")
 def sum_over_other_axis(q, k, v):
     e = torch.exp(q @ k.mT * 0.2)

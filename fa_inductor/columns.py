@@ -1,8 +1,8 @@
 """Scores that a softmax runs over besides those of the keys: attention sinks, null columns, the 1 of softmax-plus-one.
 
-    P = exp(s) / (sum_k exp(s) + sum_j exp(t_j))        O = O_keys * sigmoid(lse - logsumexp_j(t_j))
+    P = exp(s) / (sum_k exp(s) + sum_j exp(t_j))        O = O_keys * exp(lse) / (exp(lse) + sum_j exp(t_j))
 
-O_keys and lse are those of the keys alone, which a kernel computes; the rest is elementwise on rows and differentiated by
+O_keys and lse are those of the keys alone, which a kernel computes; the rest (``shares``) is elementwise on rows and differentiated by
 autograd through the lse. The columns' scores t_j are lifted like all others, so they may be anything but products of their own
 with many keys (Xiao et al. 2023, arXiv:2309.17453; the sinks of gpt-oss; Miller 2023, "Attention is off by one").
 """
@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor, fx
-from torch.nn.functional import softplus
 
 from .graph import GraphContext
 from .index import ONE, ZERO, Expr, Space, shape_of
@@ -76,16 +74,8 @@ class Columns:
         self.touched |= lifter.touched
 
 
-def column_lse(program: ScoreProgram, box: Sequence[Any], sizes: Sequence[Any], out: Tensor, captures: Sequence[Tensor]) -> Tensor:
-    """log sum exp of the scores of ``program`` over its columns, fp32, broadcastable to (B, H, Lq); ``box``: B, H, Lq and how many columns."""
+def column_scores(program: ScoreProgram, box: Sequence[Any], sizes: Sequence[Any], out: Tensor, captures: Sequence[Tensor]) -> Tensor:
+    """The scores of ``program`` over its columns, fp32, (columns, B, H, Lq) or broadcastable to it; ``box``: B, H, Lq and how many columns."""
     b, h, q, k = ((0, n) for n in box)
     (scores,) = evaluate(program, Coordinates(b, h, q, k), captures=captures, sizes=sizes, device=out.device)
-    return scores.squeeze(-1) if box[3] == 1 else scores.expand(*scores.shape[:3], box[3]).logsumexp(-1)
-
-
-def share_of_keys(out: Tensor, lse: Tensor, columns: Tensor) -> Tensor:
-    """``out`` times ``sigmoid(lse - columns)``, the share of each row's probability that the columns leave.
-
-    Written so that its gradient, the columns' share, keeps its digits where it is small (1 - sigmoid does not).
-    """
-    return (out * torch.exp(-softplus(columns - lse)).unsqueeze(-1)).to(out.dtype)
+    return scores.expand(*scores.shape[:3], box[3]).movedim(-1, 0)

@@ -11,13 +11,15 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from .columns import column_lse, share_of_keys
+from .columns import column_scores
 from .emitter import Emitter, fake_mode_of
 from .graph import GraphContext
 from .index import ONE, Expr
+from .kernel_table import kernel_named
 from .layout import dense_order, freed_views, makes_its_own
 from .patterns.views import name_of, value_of
 from .request import Plan, TensorSpec
+from .shares import shares, weighted
 from .site import Atom, AttentionSite, Captured, View4
 
 aten = torch.ops.aten
@@ -176,7 +178,7 @@ def replace(context: GraphContext, site: AttentionSite, emitter: SiteEmitter, pl
     out = _result(emitter, call, 0)
     ax = site.axes
     if site.columns:
-        out = _with_columns(emitter, site, call, out)
+        out = _with_columns(emitter, site, call, plan, out)
     saved = out
     result = emitter.original(out, site.output, {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.dv}, old.meta["val"].dtype)
     result = emitter.layout(result, old)
@@ -210,17 +212,31 @@ def _share_copy(context: GraphContext, saved: fx.Node) -> None:
     saved.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
-def _with_columns(emitter: SiteEmitter, site: AttentionSite, call: fx.Node, out: fx.Node) -> fx.Node:
+def _with_columns(emitter: SiteEmitter, site: AttentionSite, call: fx.Node, plan: Plan, out: fx.Node) -> fx.Node:
     """The output of a softmax that runs over more columns, from the one that runs over the keys alone (see ``columns``)."""
-    ax = site.axes
-    lse = _result(emitter, call, 1)
+    high, low = _lse(emitter, call, plan)
+    found = emitter.record(shares, [high], [low], _column_scores(emitter, site, out))
+    return emitter.record(partial(weighted, part=0), out, found)
+
+
+def _column_scores(emitter: SiteEmitter, site: AttentionSite, out: fx.Node) -> list[fx.Node]:
+    ax, found = site.axes, []
     for column in site.columns:
         captures = [emitter.capture(c, out.meta["val"].device) for c in column.captures]
         sizes = [value_of(emitter.size(s)) for s in column.size_symbols]
         box = [value_of(emitter.size(e)) for e in (ax.b, ax.hq, ax.q, column.length)]
-        total = emitter.record(partial(column_lse, column.program, box, sizes), out, captures)
-        out, lse = emitter.record(share_of_keys, out, lse, total), emitter.record(torch.logaddexp, lse, total)
-    return out
+        found.append(emitter.record(partial(column_scores, column.program, box, sizes), out, captures))
+    return found
+
+
+def _lse(emitter: SiteEmitter, call: fx.Node, plan: Plan) -> tuple[fx.Node, fx.Node | None]:
+    """The high and, if the kernel keeps one, the low part of the lse; only the high part has a gradient."""
+    high = _result(emitter, call, 1)
+    if not kernel_named(plan.kernel).splits_lse(plan):
+        return high, None
+    low = _result(emitter, call, 2)
+    emitter.context.needs_grad.discard(low)
+    return high, low
 
 
 def _result(emitter: SiteEmitter, call: fx.Node, position: int) -> fx.Node:
@@ -243,9 +259,10 @@ def _attention_call(emitter: SiteEmitter, site: AttentionSite, placed: Placed, s
     with fake_mode_of(call):
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        low = torch.empty_like(lse) if kernel_named(plan.kernel).splits_lse(plan) else q.new_empty(0)
         empty = q.new_empty(0)
     call.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack")}
-    call.meta["val"] = (out, lse, empty, empty)
+    call.meta["val"] = (out, lse, low, empty)
     if any(n in emitter.context.needs_grad for n in call.all_input_nodes):
         emitter.context.needs_grad.add(call)
     return call

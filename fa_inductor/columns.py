@@ -16,20 +16,23 @@ import sympy
 from torch import Tensor, fx
 
 from .graph import GraphContext
-from .index import ONE, ZERO, Expr, Space, shape_of
+from .index import ONE, ZERO, Expr, Space
 from .lift import Leaf, Lifter, refuse
 from .patterns.softmax import Softmax
 from .program import Coordinates, ProgramBuilder, ScoreProgram, evaluate
 from .refusal import declare
 from .site import Column
 
-JOINED = declare("joined_scores", "only a few columns that are the same for every key (attention sinks) may be joined to the scores of one matrix product")
+JOINED = declare(
+    "joined_scores",
+    "whole matrix products of the same queries may be joined, each with values of its own, and a few columns without values (attention sinks)",
+)
 MOST = 16
 """More scores than these besides the keys' own are another attention, whose scores would have to be in memory."""
 
 
 class Columns:
-    """What the rows of ``anchor`` sum over besides ``size`` keys, which begin at place ``first``.
+    """What the rows of ``anchor`` sum over besides ``size`` keys: at the places ``gaps``, (start, length), and by terms of the sum.
 
     Args:
         index: of the probabilities; its entry at the softmax's dimension is ignored.
@@ -45,9 +48,8 @@ class Columns:
         self.found: list[Column] = []
         self.touched: set[fx.Node] = set()
 
-    def read(self, first: Expr, size: Expr, leaf: Leaf, carriers: set[fx.Node], output: fx.Node) -> list[Column]:
-        total = shape_of(self.anchor.input.meta["val"])[self.anchor.dim]
-        for start, length in ((ZERO, first), (first + size, sympy.expand(total - first - size))):
+    def read(self, gaps: Sequence[tuple[Expr, Expr]], size: Expr, leaf: Leaf, carriers: set[fx.Node], output: fx.Node) -> list[Column]:
+        for start, length in gaps:
             if length == 0:
                 continue
             lifter = self._lifter(length, leaf, carriers)

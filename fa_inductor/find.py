@@ -11,7 +11,7 @@ from .near_softmax import near_softmax
 from .patterns import softmax
 from .patterns.contraction import is_contraction
 from .patterns.softmax import Softmax
-from .patterns.views import argument, name_of
+from .patterns.views import SEVERAL, argument, name_of
 from .refusal import Refusal
 
 
@@ -51,7 +51,7 @@ def _candidate(anchor: Softmax) -> Candidate:
             seen.add(user)
             if is_contraction(user):
                 contractions.append(user)
-            elif is_dropout(user) or liftable(user):
+            elif is_dropout(user) or liftable(user) or name_of(user) in SEVERAL:
                 queue.append(user)
             else:
                 others.append(user)

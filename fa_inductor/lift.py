@@ -36,6 +36,14 @@ def refuse(code: str, text: str, node: fx.Node) -> Refused:
     return Refused(Refusal(code, text, node.name, location_of(node)))
 
 
+class Straddles(Refused):
+    """``node``, a concatenation, is read at an index that may lie in several of its parts."""
+
+    def __init__(self, node: fx.Node, index: tuple[Expr, ...], space: Space) -> None:
+        super().__init__(refuse(REINDEXED, "several parts of a concatenation are read as one", node).refusal)
+        self.node, self.index, self.space = node, index, space
+
+
 class Lifter:
     """Builds program values for elements of graph nodes.
 
@@ -94,9 +102,10 @@ class Lifter:
     def _inside(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
         below = views.step(self.space, node, index) or joins.step(self.space, node, index)
         if below is not None:
+            self.touched.update(n for n in node.all_input_nodes if views.name_of(n) in views.SEVERAL)
             return self.element(*below)
         if views.name_of(node) in joins.NAMES:
-            raise refuse(REINDEXED, "several parts of a concatenation are read as one", node)
+            raise Straddles(node, index, self.space)
         generated = generators.RULES.get(views.name_of(node))
         if generated is not None:
             value = generated(self, node, index)

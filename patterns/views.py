@@ -16,6 +16,8 @@ from fa_inductor.index import ONE, ZERO, Expr, Space, as_expr, broadcast_index, 
 Step = tuple[fx.Node, tuple[Expr, ...]]
 Rule = Callable[[Space, fx.Node, tuple[Expr, ...]], "Step | None"]
 RULES: dict[str, Rule] = {}
+SEVERAL = frozenset({"split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk", "tensor_split"})
+"""Ops with several outputs, each a view of their input."""
 
 
 def name_of(node: Any) -> str:
@@ -176,7 +178,7 @@ def _getitem(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | Non
     many, which = node.args
     assert isinstance(many, fx.Node) and isinstance(which, int)
     kind = name_of(many)
-    if kind not in ("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk", "tensor_split"):
+    if kind not in SEVERAL:
         return None
     source = _input(many)
     rank = source.meta["val"].dim()

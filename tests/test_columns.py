@@ -278,7 +278,7 @@ other_maximum: altered_softmax: what aten.div.Tensor applies to exp(x) is not it
 term_of_any_sign: altered_softmax: what aten.div.Tensor applies to exp(x) is not its own sum over one axis
 term_for_each_key: altered_softmax: what aten.div.Tensor applies to exp(x) is not its own sum over one axis
 two_attentions_joined: joined_scores: the softmax runs over 17 scores besides those of the 17 keys
-sum_with_all_columns: scores_reindexed: several parts of a concatenation are read as one""",
+sum_with_all_columns: joined_scores: some of the joined scores that have values of their own are no matrix product""",
     )
 
 

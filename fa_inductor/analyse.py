@@ -9,27 +9,33 @@ then an expression in the names it may depend on.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import sympy
 import torch
 from torch import fx
 
 from . import digits as D
-from .columns import Columns
+from .columns import JOINED, Columns
 from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction, score_contractions
 from .graph import GraphContext
-from .index import ONE, Expr, Space, nonnegative, product, shape_of
-from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
+from .index import ONE, ZERO, Expr, Space, equal, nonnegative, product, shape_of
+from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, Straddles, refuse
+from .near_softmax import ALTERED
 from .normalize.aliases import storage_keys
-from .operands import AxisName, as_view, candidates, chain, group_of
+from .operands import AxisName, as_view, candidates, chain, group_of, view_of
+from .patterns import joins
 from .patterns.contraction import OTHER_PRODUCTS, Contraction, describe, is_contraction
 from .patterns.exponentials import shifts
+from .patterns.kept import Mask
 from .patterns.nan import without_nan
 from .patterns.views import argument, name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
 from .program.bounds import LARGEST, surely_finite
+from .quotient import Quotient, truth
 from .refusal import Refused, declare
 from .site import AttentionSite, Axes, Captured, Column, View4
 
@@ -118,12 +124,15 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
             raise refuse(PRODUCT, f"the scores come from {product.target}", product)
         raise refuse(NO_SCORES, "its input does not come from a matrix product", anchor.output)
     failure: Refused | None = None
+    reached = False
     for second in candidate.contractions:
         for first in firsts:
+            region = Region(context, candidate, second, first)
             try:
-                return _Region(context, candidate, second, first).site()
+                return region.site()
             except Refused as refused:
-                failure = failure or refused
+                if failure is None or (region.reads_scores and not reached):
+                    failure, reached = refused, region.reads_scores
     assert failure is not None
     raise failure
 
@@ -132,20 +141,47 @@ def _feeds_contraction(node: fx.Node) -> bool:
     return is_contraction(node) or any(is_contraction(u) for u in node.users)
 
 
-class _Region:
-    """The region between one score contraction and one output contraction."""
+@dataclass(frozen=True)
+class Part:
+    """Some of the places that the output contraction sums over; ``size`` None: all of them."""
 
-    def __init__(self, context: GraphContext, candidate: Candidate, second: fx.Node, first: fx.Node) -> None:
-        self.context, self.candidate, self.anchor = context, candidate, candidate.anchor
+    start: Expr = ZERO
+    size: Expr | None = None
+
+    def split(self, straddles: Straddles) -> list[Part]:
+        """The parts whose scores are each one part of the concatenation that ``straddles`` names."""
+        tensors, dim = joins.parts(straddles.node)
+        first, cuts, at = sympy.expand(straddles.index[dim] - K), [], ZERO
+        for tensor in tensors:
+            at = sympy.expand(at + shape_of(tensor.meta["val"])[dim])
+            cuts.append(sympy.expand(at - first))
+        size = straddles.space.extent[K] if self.size is None else self.size
+        inside = [c for c in cuts if nonnegative(c - 1) and nonnegative(sympy.expand(size - c - 1))]
+        if first.free_symbols & set(straddles.space.extent) or not inside:
+            raise straddles
+        places = [ZERO, *inside, size]
+        return [Part(sympy.expand(self.start + a), sympy.expand(b - a)) for a, b in pairwise(places)]
+
+
+class Region:
+    """The region between one score contraction and one output contraction.
+
+    With ``part`` it is that of a piece of the keys (see ``joined``): what else the softmax runs over is not looked at here.
+    """
+
+    def __init__(self, context: GraphContext, candidate: Candidate, second: fx.Node, first: fx.Node, part: Part | None = None) -> None:
+        self.context, self.candidate, self.anchor, self.part = context, candidate, candidate.anchor, part
         self.second, self.first = second, first
+        self.result = self.anchor.quotient.node if self.anchor.quotient is not None else second
+        self.reads_scores, self.without_scores = False, False
         self.shifts = {} if self.anchor.terms else shifts(self.anchor.input, self.anchor.dim)
-        last = context.order[second]
+        last = context.order[self.result]
         self.after = reachable(self.anchor.output, last, context.order)
         self.before = reachable(first, context.order[self.anchor.output], context.order)
 
     # -- the two passes ----------------------------------------------------------------------------------------------------
     def site(self) -> AttentionSite:
-        shape = shape_of(self.second.meta["val"])
+        shape = shape_of(self.result.meta["val"])
         digits = D.Digits.of(shape)
         for _ in range(8):
             space = Space({**digits.extent})
@@ -191,7 +227,11 @@ class _Region:
 
         ``names`` gives each symbol its program index; while guessing all are called b, since only the indices are looked at.
         """
-        second = describe(self.second, index, K)
+        quotient = Quotient(self.context, space, self.anchor.quotient, index) if self.anchor.quotient is not None else None
+        start = ZERO if self.part is None else self.part.start
+        second = describe(self.second, quotient.product if quotient is not None else index, start + K)
+        if second is not None and self.part is not None and self.part.size is not None:
+            second = replace(second, size=self.part.size)
         if second is None:
             raise refuse(NOT_CANONICAL, "this spelling of the second matmul is not a product of two operands over one axis", self.second)
         if second.addend is not None and name_of(self.second) == "linear":
@@ -205,6 +245,8 @@ class _Region:
         space.extent[K] = second.size
         builder = ProgramBuilder()
         probability, dropout, after = self._lift_after(space, names, second, sides[0])
+        if quotient is not None:
+            after.touched |= quotient.sums(self.anchor, self._softmax_index, names)
         score, shifted, lifter, contraction, keys = self._lift_before(space, names, builder)
         factor = _transplant(after, probability, lifter, self.second)
         lifter.touched |= after.touched
@@ -252,8 +294,8 @@ class _Region:
 
     def _check_axis(self, space: Space, index: tuple[Expr, ...], second: Contraction) -> None:
         shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
-        self._first_key = _offset(space, index[dim], second.size, shape[dim])
-        if self._first_key is None:
+        self.first_key = _offset(space, index[dim], second.size, shape[dim])
+        if self.first_key is None:
             raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, the matmul sums over another", self.second)
         for position, i in enumerate(index):
             if position != dim and K in i.free_symbols:
@@ -286,9 +328,15 @@ class _Region:
         score = builder.convert(lifter.element(self.anchor.input, self._softmax_index), "float")
         if self.anchor.factor != 1:
             score = builder.emit("mul", score, builder.const(self.anchor.factor))
+        for mask in self.anchor.masks:
+            score = self._masked(lifter, score, mask)
+        self.without_scores = not reads
+        if not reads:
+            raise refuse(REINDEXED, "these scores are not among those that the probabilities are made of", self.first)
         if len({(c.lhs_index, c.rhs_index) for c in reads}) != 1:
             raise refuse(REINDEXED, "the scores are read at two different places", self.first)
         first = reads[0]
+        self.reads_scores = True
         space.extent[DIM] = first.size
         with_k = [s for s, index in (("lhs", first.lhs_index), ("rhs", first.rhs_index)) if any(K in i.free_symbols for i in index)]
         if space.extent[K] == 1:
@@ -297,44 +345,69 @@ class _Region:
             raise refuse(NOT_CANONICAL, "the softmax axis belongs to neither or both operands of the score matmul", self.first)
         return score, tuple(shifted), lifter, first, with_k[0]
 
-    def _columns(self, space: Space, second: Contraction) -> tuple[list[Column], set[fx.Node]]:
-        """The scores beside those of the keys that the softmax runs over too, and the nodes that they are computed by."""
+    def _masked(self, lifter: Lifter, score: int, mask: Mask) -> int:
+        """``score``, and -inf where ``mask`` takes its exponential away; a product hands NaN on to the scores' gradient, a choice does not."""
+        if mask.node in self.before:
+            raise refuse(ALTERED, "what hides exponentials from the sum depends on the scores", mask.node)
+        b = lifter.builder
+        value = lifter.operand(mask.node, self._softmax_index)
+        if mask.sense == "factor":
+            kept = truth(b, value)
+            if kept is None:
+                raise refuse(ALTERED, "the exponentials are multiplied by what is not known to be 0 or 1", mask.node)
+            return b.emit("add", score, b.emit("where", kept, b.const(0.0), b.const(-math.inf)))
+        kept = b.convert(value, "bool")
+        return b.emit("where", kept if mask.sense == "keep" else b.emit("not", kept), score, b.const(-math.inf))
+
+    def columns(self, gaps: Sequence[tuple[Expr, Expr]], size: Expr) -> tuple[list[Column], set[fx.Node]]:
+        """The scores at the places ``gaps`` (start, length), beside ``size`` keys, and the nodes that they are computed by."""
 
         def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
             if node in self.shifts:
                 return lifter.element(self.shifts[node], index)
             if node is self.first:
                 shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
-                text = f"the matmul sums over {second.size} of its {shape[dim]} places"
+                text = f"the matmul sums over {size} of its {shape[dim]} places"
                 raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, {text}", self.second)
             return None
 
-        columns = Columns(self.context, space, self.anchor, self._softmax_index, NAMES, K)
-        return columns.read(self._first_key, second.size, leaf, self.before, self.second), columns.touched
+        columns = Columns(self.context, self.space, self.anchor, self._softmax_index, NAMES, K)
+        found = columns.read(gaps, size, leaf, self.before, self.second)
+        if found and self.anchor.masks:
+            raise refuse(ALTERED, "exponentials are masked, and some of them are summed without values of their own", self.second)
+        return found, columns.touched
 
     # -- the proof ---------------------------------------------------------------------------------------------------------
     def prove(self, space: Space, index: tuple[Expr, ...]) -> AttentionSite:
         if any(e == 0 for e in space.extent.values()):
-            raise refuse(EMPTY, f"the output has shape {_words(shape_of(self.second.meta['val']))}", self.second)
+            raise refuse(EMPTY, f"the output has shape {_words(shape_of(self.result.meta['val']))}", self.result)
         lifted = self.lift(space, index, NAMES)
         allowed = {"q": {B, H, Q, DIM}, "k": {B, H, K, DIM}, "v": {B, H, K, DV}}
         for which, names in allowed.items():
             node, at = lifted.operand(which)
             stray = set().union(*(i.free_symbols for i in at)) & (set(space.extent) - names)
             if stray:
-                raise refuse(NOT_CANONICAL, f"{which.upper()} is read at an index that depends on {', '.join(sorted(map(str, stray)))}", node)
-        columns, touched = self._columns(space, lifted.second)
+                words = sorted({"the part of a concatenation" if isinstance(s, sympy.Dummy) else str(s) for s in stray})
+                raise refuse(NOT_CANONICAL, f"{which.upper()} is read at an index that depends on {', '.join(words)}", node)
+        self.space, columns, touched = space, list[Column](), set[fx.Node]()
+        if self.part is None:
+            total = shape_of(self.anchor.input.meta["val"])[self.anchor.dim]
+            size, first = lifted.second.size, self.first_key
+            columns, touched = self.columns([(ZERO, first), (first + size, sympy.expand(total - first - size))], size)
         dtype = self._dtype(lifted)
         views = self._operand_views(space, lifted, dtype)
-        output = as_view(space, {B: "b", H: "h", Q: "q", DV: "d"}, self.second, index)
+        output = as_view(space, {B: "b", H: "h", Q: "q", DV: "d"}, self.result, index)
         if output is None:
             raise refuse(OPERANDS, "the output's dimensions do not come apart into batch, head, query and channel", self.second)
         program, post, captures, sizes = self._programs(lifted)
         self._check_overflow(lifted)
-        region = frozenset(lifted.lifter.touched | touched | {self.first, self.second, self.anchor.output}) - {
+        region = frozenset(lifted.lifter.touched | touched | {self.first, self.second, self.result, self.anchor.output}) - {
             n for n in self.context.graph.nodes if n.op == "placeholder"
         }
-        escapes = self._escapes(lifted, region)
+        self.dropped, self.rows = lifted.dropout, None
+        escapes = self.part is None and self.escapes(region, {self.result})
+        if self.part is not None:
+            self.rows = self._rows(space)
         chains = {n for w in "qkv" for n, _ in chain(self.context, space, *lifted.operand(w))}
         self._check_modes(region, chains, (*captures, *(c for column in columns for c in column.captures)), views)
         groups = [group_of(space, H, views[w]) for w in "kv"]
@@ -398,10 +471,21 @@ class _Region:
         unit = b.nodes[lifted.factor].op == "const" and b.nodes[lifted.factor].value == 1.0
         return program, None if unit else b.finish(lifted.factor), lifter.captures(), tuple(lifter.size_symbols)
 
-    def _escapes(self, lifted: Lifted, region: frozenset[fx.Node]) -> bool:
-        path = [n for n in region if n in self.after and n is not self.second]
-        if lifted.dropout is not None:
-            random = reachable(lifted.dropout[0], self.context.order[self.second], self.context.order)
+    def _rows(self, space: Space) -> View4:
+        """The softmax's rows in terms of b, h and q."""
+        shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
+        index = self._softmax_index[:dim] + self._softmax_index[dim + 1 :]
+        found = view_of(space, {B: "b", H: "h", Q: "q"}, self.anchor.output, index, shape[:dim] + shape[dim + 1 :])
+        atoms = [a for d in found.dimensions for a in d] if found is not None else []
+        if found is None or any(not equal(product([a.extent for a in atoms if a.axis == name]), space.extent[x]) for x, name in ((B, "b"), (H, "h"), (Q, "q"))):
+            raise refuse(JOINED, "the rows of probabilities are not those of the output, one for one", self.second)
+        return found
+
+    def escapes(self, region: frozenset[fx.Node], results: set[fx.Node]) -> bool:
+        """Are the probabilities used outside ``region`` too, by others than users of ``results``? Refused after a dropout."""
+        path = [n for n in region if n in self.after and n not in results]
+        if self.dropped is not None:
+            random = reachable(self.dropped[0], self.context.order[self.result], self.context.order)
             outside = [u for n in path if n in random for u in n.users if u not in region]
             if outside:
                 raise refuse(ESCAPED_DROPOUT, f"{outside[0].name} uses the probabilities after dropout too", outside[0])
@@ -413,13 +497,13 @@ class _Region:
         carriers = [*(n for n in region if n in self.before or n in self.after), *self.anchor.parts]
         if len({mode[n] for n in carriers}) > 1:
             raise refuse(GRAD_MODE, "part of the scores is computed under no_grad and part is not", self.second)
-        last = order[self.second]
+        last = order[self.result]
         read = set(region) | chains
         for node in {*(c.node for c in captures), *(v.node for v in views.values())}:
             write = self.context.written_between({node}, self.context.first_read(node, read, last), last)
             if write is not None:
                 raise refuse(MUTATION, f"{write.target} writes to a tensor that the attention reads ({node.name})", write)
-        inside = {n for n in carriers if storage_keys(n)} - {self.second}
+        inside = {n for n in carriers if storage_keys(n)} - {self.result}
         write = self.context.written_between(inside, min(order[n] for n in carriers), last)
         if write is not None:
             raise refuse(MUTATION, f"{write.target} changes the scores in place through a view", write)

@@ -17,13 +17,14 @@ import torch
 from torch import fx
 
 from . import breaks, library_calls, log, report, sums
-from .analyse import DTYPE, NO_SCORES, NOT_ATTENTION, analyse
+from .analyse import DTYPE, NO_SCORES, NOT_ATTENTION
 from .counters import record_graph
 from .dump import Dump
 from .find import Candidate, find
 from .finite import check_cleaned, rule_for_rows
 from .graph import GraphContext
 from .inductor import Contents, compile_with_inductor
+from .joined import search
 from .library_calls import LIBRARY, LibraryCall
 from .location import location_of, module_path_of, source_line_of
 from .normalize import Normalized, normalize
@@ -33,7 +34,8 @@ from .recognise import recognise_site
 from .refusal import Refusal, Refused, StrictError, declare
 from .report import GraphReport, KernelRefusals, SiteReport
 from .request import AttentionRequest, Plan
-from .rewrite import discard, place, replace
+from .rewrite import Placed, SiteEmitter, discard, place, replace
+from .rewrite_joined import gather_before, replace_joined
 from .select import NO_KERNEL, Selection, select
 from .signs import IN_BODY, has_softmax, in_bodies
 from .site import AttentionSite
@@ -78,7 +80,8 @@ class _Verdict:
     candidate: Candidate
     site: AttentionSite | None = None
     refusal: Refusal | None = None
-    plan: Plan | None = None
+    plans: tuple[Plan, ...] = ()
+    """Of the fused calls that the softmax became: one, or one for each of its pieces."""
     passed_over: tuple[tuple[str, tuple[Refusal, ...]], ...] = ()
     shapes: str = ""
 
@@ -131,7 +134,7 @@ class Compilation:
             if verdict.refusal is not None and verdict.refusal.code in (NO_SCORES, NOT_ATTENTION) and verdict.candidate.anchor.output in outer.order:
                 self._guarded(verdict, self._look_for_break)
         self.seconds["rewrite"] = time.perf_counter() - start
-        self.fused = 0 if self.broken else sum(v.plan is not None for v in verdicts)
+        self.fused = 0 if self.broken else sum(len(v.plans) for v in verdicts)
         self._dump_stages(dump, verdicts)
         dump.write("rewritten", lambda: str(normal.gm.graph))
         return self._finish(name, dump, verdicts, (), normal.gm if self.fused else self.original, in_bodies(normal))
@@ -181,24 +184,23 @@ class Compilation:
         """Analyse every softmax first, then rewrite: the analyses see the graph as the user wrote it."""
         verdicts = [_Verdict(c) for c in find(context.graph)]
         for verdict in verdicts:
-            self._guarded(verdict, lambda v: setattr(v, "site", analyse(context, v.candidate)))
+            self._guarded(verdict, lambda v: setattr(v, "site", search(context, v.candidate)))
         claimed: set[fx.Node] = set()
         # the last output first: it may read an earlier one, a node that the rewrite replaces
-        for verdict in sorted((v for v in verdicts if v.site), key=lambda v: context.order[v.site.output.node], reverse=True):  # type: ignore[union-attr]
+        for verdict in sorted((v for v in verdicts if v.site), key=lambda v: max(context.order[n] for n in v.site.outputs), reverse=True):  # type: ignore[union-attr]
             assert verdict.site is not None
-            node = verdict.site.output.node
-            if node in claimed:
+            if verdict.site.outputs & claimed:
                 softmax = verdict.candidate.anchor.output
                 verdict.refusal = Refusal(SHARED, "another softmax is fused with the matmul that this one feeds", softmax.name, location_of(softmax))
                 continue
             self._guarded(verdict, lambda v: self._rewrite(context, v))
-            if verdict.plan is not None:
-                claimed.add(node)
+            if verdict.plans:
+                claimed |= verdict.site.outputs
         for written in self.sums[context.gm]:
             written.settle()
         for verdict in (library := [v for v in verdicts if v.candidate.anchor.output in self.calls]):
-            self.calls[verdict.candidate.anchor.output].settle(verdict.plan is not None)
-        verdicts = [v for v in verdicts if v.plan is not None or v not in library]
+            self.calls[verdict.candidate.anchor.output].settle(bool(verdict.plans))
+        verdicts = [v for v in verdicts if v.plans or v not in library]
         self._guarded_graph(context.gm, verdicts)
         return verdicts
 
@@ -211,7 +213,7 @@ class Compilation:
             self.broken = True
             for verdict in verdicts:
                 where = location_of(verdict.candidate.anchor.output)
-                verdict.plan, verdict.refusal = None, Refusal(INTERNAL, f"the rewritten graph is not valid: {error}", location=where)
+                verdict.plans, verdict.refusal = (), Refusal(INTERNAL, f"the rewritten graph is not valid: {error}", location=where)
             log.get().warning("the rewritten graph is not valid: %s", error, exc_info=True)
 
     def _guarded(self, verdict: _Verdict, stage: Callable[[_Verdict], None]) -> None:
@@ -228,18 +230,50 @@ class Compilation:
     def _rewrite(self, context: GraphContext, verdict: _Verdict) -> None:
         site = verdict.site
         assert site is not None
+        if site.joined:
+            self._rewrite_joined(context, verdict, site)
+            return
+        emitter, placed, request, plan = self._planned(context, verdict, site)
+        call = self.calls.get(site.anchor.output)
+        if call is not None and not call.gains(request, plan):
+            discard(emitter)
+            node = site.output.node
+            raise Refused(Refusal(LIBRARY, "PyTorch's own kernel serves the call", node.name, location_of(node)))
+        replace(context, site, emitter, placed, plan, self.options.masked_rows == "zero")
+        verdict.plans = (plan,)
+        self.differentiated += request.needs_grad
+
+    def _rewrite_joined(self, context: GraphContext, verdict: _Verdict, site: AttentionSite) -> None:
+        before = gather_before(context, site)
+        made: list[tuple[SiteEmitter, Placed, AttentionRequest, Plan]] = []
+        for piece in site.joined:
+            try:
+                made.append(self._planned(context, verdict, piece.site, before))
+            except Refused:
+                for emitter, *_ in reversed(made):
+                    discard(emitter)
+                raise
+        replace_joined(context, site, [(emitter, placed, plan) for emitter, placed, _, plan in made], self.options.masked_rows == "zero")
+        verdict.plans = tuple(plan for *_, plan in made)
+        self.differentiated += sum(request.needs_grad for _, _, request, _ in made)
+
+    def _planned(
+        self, context: GraphContext, verdict: _Verdict, site: AttentionSite, before: fx.Node | None = None
+    ) -> tuple[SiteEmitter, Placed, AttentionRequest, Plan]:
+        """The operands of ``site``, placed (before the output of another piece, perhaps), and a kernel's plan; raises Refused."""
         node = site.output.node
+        shared = bool(site.columns) or before is not None
         facts = recognise_site(site)
         if site.dropout_p and torch._inductor.config.fallback_random:
             raise Refused(Refusal(DROPOUT_RANDOM, "dropout with torch._inductor.config.fallback_random", node.name, location_of(node)))
         rows = rule_for_rows(site, facts)
-        if rows is None:
+        if rows is None or (rows == "zero" and before is not None):
             again = "probabilities are masked again after a softmax that may have rows of -inf alone, or NaN"
             why = "probabilities that may be 0 for a whole row are multiplied by what may be infinite" if site.cleaned else again
             raise Refused(Refusal(POST_MASK_NAN, why, node.name, location_of(node)))
         if site.cleaned:
             check_cleaned(site, facts, node in context.needs_grad)
-        emitter, placed = place(context, site)
+        emitter, placed = place(context, site, before)
         specs = placed.specs(context)
         device = placed.q.meta["val"].device
         request = AttentionRequest(
@@ -256,25 +290,19 @@ class Compilation:
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
             tf32=torch.get_float32_matmul_precision() != "highest",
             deterministic=self._deterministic(),
-            # with columns, all probability is theirs
-            masked_rows="zero" if site.columns or site.anchor.zero_rows or rows == "zero" else self.options.masked_rows,
-            lse=bool(site.columns),
+            # with columns or other pieces, all probability is theirs
+            masked_rows="zero" if shared or site.anchor.zero_rows or rows == "zero" else self.options.masked_rows,
+            lse=shared,
             recomputed=context.recomputed,
         )
         selection: Selection = select(request, self.options.kernel)
-        verdict.passed_over = selection.passed_over
-        verdict.shapes = _shapes(request)
+        verdict.passed_over += tuple(p for p in selection.passed_over if p not in verdict.passed_over)
+        verdict.shapes += ("; " if verdict.shapes else "") + _shapes(request)
         if selection.plan is None:
             discard(emitter)
             reasons = "; ".join(f"{k}: {', '.join(r.text for r in rs)}" for k, rs in selection.passed_over)
             raise Refused(Refusal(NO_KERNEL, reasons, node.name, location_of(node)))
-        call = self.calls.get(site.anchor.output)
-        if call is not None and not call.gains(request, selection.plan):
-            discard(emitter)
-            raise Refused(Refusal(LIBRARY, "PyTorch's own kernel serves the call", node.name, location_of(node)))
-        replace(context, site, emitter, placed, selection.plan)
-        verdict.plan = selection.plan
-        self.differentiated += request.needs_grad
+        return emitter, placed, request, selection.plan
 
     def _look_for_break(self, verdict: _Verdict) -> None:
         """Is what the softmax lacks in another graph?"""
@@ -287,11 +315,13 @@ class Compilation:
 
 def _selection(verdict: _Verdict) -> str:
     said = [f"{kernel}: {reason}" for kernel, reasons in verdict.passed_over for reason in reasons]
-    return "\n".join([verdict.candidate.anchor.output.name, str(verdict.plan), *said])
+    return "\n".join([verdict.candidate.anchor.output.name, *map(str, verdict.plans), *said])
 
 
 def _programs(site: AttentionSite) -> str:
-    return "\n".join([str(site.program), f"post: {site.post}", *(f"also over {c.length} columns: {c.program}" for c in site.columns)])
+    parts = [p.site for p in site.joined] or [site]
+    lines = [line for part in parts for line in (str(part.program), f"post: {part.post}")]
+    return "\n".join([*lines, *(f"also over {c.length} columns: {c.program}" for c in site.columns)])
 
 
 def _shapes(request: AttentionRequest) -> str:
@@ -314,7 +344,7 @@ def _body_report(index: int, node: fx.Node) -> SiteReport:
 
 
 def _site_report(index: int, verdict: _Verdict) -> SiteReport:
-    node, site, plan = verdict.candidate.anchor.output, verdict.site, verdict.plan
+    node, site, plan = verdict.candidate.anchor.output, verdict.site, verdict.plans[0] if verdict.plans else None
     return SiteReport(
         index=index,
         softmax=node.name,
@@ -323,11 +353,23 @@ def _site_report(index: int, verdict: _Verdict) -> SiteReport:
         module_path=module_path_of(node),
         fused=plan is not None,
         refusal=verdict.refusal,
-        kernel=plan.kernel if plan else None,
+        kernel="+".join(dict.fromkeys(p.kernel for p in verdict.plans)) or None,
         config=", ".join(f"{n}={v}" for n, v in plan.config) if plan else "",
         reason=plan.reason if plan else "",
-        labels=(*(plan.facts if plan else recognise_site(site)).labels, *(("sink",) if site.columns else ())) if site else (),
-        program="; softmax also over ".join(report.program_maths(p) for p in (site.program, *(c.program for c in site.columns))) if site else "",
+        labels=_labels(site) if site else (),
+        program=_computes(site) if site else "",
         shapes=verdict.shapes,
         passed_over=tuple(KernelRefusals(k, r) for k, r in verdict.passed_over),
     )
+
+
+def _labels(site: AttentionSite) -> tuple[str, ...]:
+    parts = [p.site for p in site.joined] or [site]
+    words = dict.fromkeys(word for part in parts for word in recognise_site(part).labels if word != "plain" or len(parts) == 1)
+    return (*words, *(("joined",) if site.joined else ()), *(("sink",) if site.columns else ()))
+
+
+def _computes(site: AttentionSite) -> str:
+    """The scores of each piece, and those of the columns beside them."""
+    pieces = [report.program_maths(p.site.program) for p in site.joined] or [report.program_maths(site.program)]
+    return "; softmax also over ".join([*pieces, *(report.program_maths(c.program) for c in site.columns)])

@@ -1,8 +1,8 @@
 """Scores that a softmax runs over besides those of the keys: attention sinks, null columns, the 1 of softmax-plus-one.
 
-    P = exp(s) / (sum_k exp(s) + sum_j exp(t_j))        O = O_keys * sigmoid(lse - logsumexp_j(t_j))
+    P = exp(s) / (sum_k exp(s) + sum_j exp(t_j))        O = O_keys * exp(lse) / (exp(lse) + sum_j exp(t_j))
 
-O_keys and lse are those of the keys alone, which a kernel computes; the rest is elementwise on rows and differentiated by
+O_keys and lse are those of the keys alone, which a kernel computes; the rest (``shares``) is elementwise on rows and differentiated by
 autograd through the lse. The columns' scores t_j are lifted like all others, so they may be anything but products of their own
 with many keys (Xiao et al. 2023, arXiv:2309.17453; the sinks of gpt-oss; Miller 2023, "Attention is off by one").
 """
@@ -15,23 +15,25 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.nn.functional import softplus
 
 from .graph import GraphContext
-from .index import ONE, ZERO, Expr, Space, shape_of
+from .index import ONE, ZERO, Expr, Space
 from .lift import Leaf, Lifter, refuse
 from .patterns.softmax import Softmax
 from .program import Coordinates, ProgramBuilder, ScoreProgram, evaluate
 from .refusal import declare
 from .site import Column
 
-JOINED = declare("joined_scores", "only a few columns that are the same for every key (attention sinks) may be joined to the scores of one matrix product")
+JOINED = declare(
+    "joined_scores",
+    "whole matrix products of the same queries may be joined, each with values of its own, and a few columns without values (attention sinks)",
+)
 MOST = 16
 """More scores than these besides the keys' own are another attention, whose scores would have to be in memory."""
 
 
 class Columns:
-    """What the rows of ``anchor`` sum over besides ``size`` keys, which begin at place ``first``.
+    """What the rows of ``anchor`` sum over besides ``size`` keys: at the places ``gaps``, (start, length), and by terms of the sum.
 
     Args:
         index: of the probabilities; its entry at the softmax's dimension is ignored.
@@ -47,9 +49,8 @@ class Columns:
         self.found: list[Column] = []
         self.touched: set[fx.Node] = set()
 
-    def read(self, first: Expr, size: Expr, leaf: Leaf, carriers: set[fx.Node], output: fx.Node) -> list[Column]:
-        total = shape_of(self.anchor.input.meta["val"])[self.anchor.dim]
-        for start, length in ((ZERO, first), (first + size, sympy.expand(total - first - size))):
+    def read(self, gaps: Sequence[tuple[Expr, Expr]], size: Expr, leaf: Leaf, carriers: set[fx.Node], output: fx.Node) -> list[Column]:
+        for start, length in gaps:
             if length == 0:
                 continue
             lifter = self._lifter(length, leaf, carriers)
@@ -76,19 +77,18 @@ class Columns:
         self.touched |= lifter.touched
 
 
-def column_lse(program: ScoreProgram, box: Sequence[Any], sizes: Sequence[Any], out: Tensor, captures: Sequence[Tensor]) -> Tensor:
-    """log sum exp of the scores of ``program`` over its columns, fp32, broadcastable to (B, H, Lq); ``box``: B, H, Lq and how many columns."""
+def column_scores(program: ScoreProgram, box: Sequence[Any], sizes: Sequence[Any], out: Tensor, captures: Sequence[Tensor]) -> Tensor:
+    """The scores of ``program`` over its columns, fp32, (columns, B, H, Lq) or broadcastable to it; ``box``: B, H, Lq and how many columns."""
     b, h, q, k = ((0, n) for n in box)
     (scores,) = evaluate(program, Coordinates(b, h, q, k), captures=captures, sizes=sizes, device=out.device)
-    return scores.squeeze(-1) if box[3] == 1 else scores.expand(*scores.shape[:3], box[3]).logsumexp(-1)
+    return scores.expand(*scores.shape[:3], box[3]).movedim(-1, 0)
 
 
-def share_of_keys(out: Tensor, lse: Tensor, columns: Tensor) -> Tensor:
-    """``out`` times ``sigmoid(lse - columns)``, the share of each row's probability that the columns leave.
-
-    Written so that its gradient, the columns' share, keeps its digits where it is small (1 - sigmoid does not).
-    """
-    return (out * torch.exp(-softplus(columns - lse)).unsqueeze(-1)).to(out.dtype)
+def total_lse(lse: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    """log sum exp over the keys, whose own is ``lse``, and over ``columns``."""
+    for scores in columns:
+        lse = torch.logaddexp(lse, scores.logsumexp(0))
+    return lse
 
 
 def rows_or_zero(out: Tensor, lse: Tensor) -> Tensor:

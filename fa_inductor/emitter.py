@@ -34,7 +34,7 @@ class Emitter:
             node = self.context.graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in self.before.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
         node.meta["val"] = value
-        if any(n in self.context.needs_grad for n in node.all_input_nodes):
+        if target is not torch.ops.aten.detach.default and any(n in self.context.needs_grad for n in node.all_input_nodes):
             self.context.needs_grad.add(node)
         self.added.append(node)
         return node

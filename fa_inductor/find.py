@@ -56,6 +56,8 @@ def _candidate(anchor: Softmax) -> Candidate:
                 queue.append(user)
             else:
                 others.append(user)
+    if anchor.quotient is not None:
+        return Candidate(anchor, (anchor.quotient.product,), tuple(others))
     return Candidate(anchor, tuple(contractions), tuple(others))
 
 

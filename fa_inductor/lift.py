@@ -36,6 +36,14 @@ def refuse(code: str, text: str, node: fx.Node) -> Refused:
     return Refused(Refusal(code, text, node.name, location_of(node)))
 
 
+class Straddles(Refused):
+    """``node``, a concatenation, is read at an index that may lie in several of its parts."""
+
+    def __init__(self, node: fx.Node, index: tuple[Expr, ...], space: Space) -> None:
+        super().__init__(refuse(REINDEXED, "several parts of a concatenation are read as one", node).refusal)
+        self.node, self.index, self.space = node, index, space
+
+
 class Lifter:
     """Builds program values for elements of graph nodes.
 
@@ -117,7 +125,7 @@ class Lifter:
         """A concatenation by a choice; not along the keys, whose parts are products of their own."""
         place = index[joins.parts(node)[1]]
         if any(self.names.get(s) == "k" for s in place.free_symbols):
-            raise refuse(REINDEXED, "several parts of a concatenation are read as one", node)
+            raise Straddles(node, index, self.space)
         value = joins.choice(self, node, index)
         if value is None:
             raise refuse(UNSUPPORTED_OP, "the parts of a concatenation are different functions of the scores, which may have no finite derivative", node)

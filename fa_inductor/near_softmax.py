@@ -15,7 +15,9 @@ from .patterns.softmax import Softmax
 from .patterns.views import argument, name_of
 from .refusal import Refusal, declare
 
-DEFERRED = declare("deferred_division", "divide before the product: (e / e.sum(-1, keepdim=True)) @ v")
+DEFERRED = declare(
+    "deferred_division", "divide the product by the sums of its own rows, (e @ v) / e.sum(-1, keepdim=True), or before it, (e / e.sum(-1, keepdim=True)) @ v"
+)
 ALTERED = declare(
     "altered_softmax",
     "only exp(x) over its own sum along one axis is a softmax; 1 or exp(t) may be added to the sum, and a tiny number where the maximum is subtracted",
@@ -104,7 +106,7 @@ def _elementwise(start: set[fx.Node], parts: set[fx.Node]) -> set[fx.Node]:
     seen, queue = set(start), list(start)
     while queue:
         for user in queue.pop().users:
-            if user not in seen and user not in parts and (liftable(user) or name_of(user) == "detach"):
+            if user not in seen and user not in parts and (liftable(user) or name_of(user) in ("detach", "dropout")):
                 seen.add(user)
                 queue.append(user)
     return seen

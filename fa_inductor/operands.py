@@ -16,14 +16,14 @@ from torch import fx
 from .graph import GraphContext
 from .index import ONE, Expr, Space, equal, mixed_radix, product, shape_of
 from .lift import elements
-from .patterns import views
+from .patterns import joins, views
 from .site import Atom, View4
 
 AxisName = Literal["b", "h", "q", "k", "d"]
 
 
 def chain(context: GraphContext, space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Iterator[tuple[fx.Node, tuple[Expr, ...]]]:
-    """The operand and what it is a view or copy of, outermost first; exact widening casts are passed through.
+    """The operand and what it is a view or copy of, outermost first; exact widening casts are passed through, and joins of which one part is read.
 
     It ends where a copy is written to, and where a gradient is cut (a view made under no_grad).
     """
@@ -39,7 +39,13 @@ def chain(context: GraphContext, space: Space, node: fx.Node, index: tuple[Expr,
             if source.meta["val"].device != node.meta["val"].device:
                 return
             below = source, index
-        if below is None or context.copies_and_changes(node, below[0]) or (node in context.needs_grad) != (below[0] in context.needs_grad):
+        if below is None:
+            below = joins.step(space, node, index)
+            below = None if below is None or below[0].meta["val"].dtype != node.meta["val"].dtype else below
+        if below is None or context.copies_and_changes(node, below[0]):
+            return
+        source_trains, trains = below[0] in context.needs_grad, node in context.needs_grad
+        if source_trains != trains and (source_trains or views.name_of(node) not in joins.NAMES):  # of what is joined some may train
             return
         node, index = below
         yield node, index
@@ -61,8 +67,13 @@ def atoms_of(space: Space, axes: dict[sympy.Symbol, AxisName], index: Expr, size
 
 def as_view(space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, index: tuple[Expr, ...]) -> View4 | None:
     """``node`` read at ``index`` as a View4 in which every axis is complete, or None."""
+    return view_of(space, axes, node, index, shape_of(node.meta["val"]))
+
+
+def view_of(space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, index: tuple[Expr, ...], shape: tuple[Expr, ...]) -> View4 | None:
+    """``as_view`` of a tensor of ``shape``, which ``node`` only names."""
     dimensions = []
-    for i, size in zip(index, shape_of(node.meta["val"])):
+    for i, size in zip(index, shape, strict=True):
         atoms = atoms_of(space, axes, i, size)
         if atoms is None:
             return None

@@ -186,6 +186,13 @@ class Kernel(Protocol):
         """Choose the configuration: a pure function of the request (called only when ``why_not`` is empty)."""
         ...
 
+    def splits_lse(self, plan: Plan) -> bool:
+        """Does ``extra[0]`` hold what rounding took from the lse, so that their sum tells rows apart whose scores are all a huge fill?
+
+        Without it the lse is exact within rounding for every row of the plan.
+        """
+        ...
+
     def forward(self, plan: Plan, inputs: Inputs) -> Forward: ...
 
     def backward(self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, grad_lse: Tensor | None = None) -> Gradients: ...

@@ -11,13 +11,15 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from .columns import column_lse, rows_or_zero, share_of_keys
+from .columns import column_scores, rows_or_zero, total_lse
 from .emitter import Emitter, fake_mode_of
 from .graph import GraphContext
 from .index import ONE, Expr
+from .kernel_table import kernel_named
 from .layout import dense_order, freed_views, makes_its_own
 from .patterns.views import name_of, value_of
 from .request import Plan, TensorSpec
+from .shares import shares, weighted
 from .site import Atom, AttentionSite, Captured, View4
 
 aten = torch.ops.aten
@@ -45,12 +47,19 @@ def _spec(node: fx.Node, requires_grad: bool) -> TensorSpec:
 
 
 class SiteEmitter(Emitter):
-    """The operands, the output and the captured tensors of a site."""
+    """The operands, the output and the captured tensors of a site, before its output node or an earlier one."""
+
+    def __init__(self, context: GraphContext, site: AttentionSite, before: fx.Node | None = None) -> None:
+        super().__init__(context, before or site.output.node)
+        self.end = site.output.node
 
     # -- operands ----------------------------------------------------------------------------------------------------------
     def canonical(self, view: View4, which: str, extents: dict[str, Expr], dtype: torch.dtype) -> fx.Node:
         """The operand as a (B, H, L, D) tensor of ``dtype``."""
-        node = self.trained(self.own(view.node), view.node)
+        return self.arranged(self.trained(self.own(view.node), view.node), view, which, extents, dtype)
+
+    def arranged(self, node: fx.Node, view: View4, which: str, extents: dict[str, Expr], dtype: torch.dtype) -> fx.Node:
+        """``node``, of the shape that ``view`` is about, as a canonical tensor."""
         atoms = [a for dimension in view.dimensions for a in dimension]
         if any(len(d) != 1 for d in view.dimensions):
             node = self.call(aten.reshape.default, node, [self.size(a.extent) for a in atoms])
@@ -95,7 +104,7 @@ class SiteEmitter(Emitter):
 
     def trained(self, node: fx.Node, source: fx.Node) -> fx.Node:
         """``node``, detached where eager gives ``source`` no gradient: the op would give zeros."""
-        if source not in self.context.needs_grad or self.context.gradient_reaches(source, self.before):
+        if source not in self.context.needs_grad or self.context.gradient_reaches(source, self.end):
             return node
         node = self.call(aten.detach.default, node)
         self.context.needs_grad.discard(node)
@@ -149,9 +158,9 @@ def _product(atoms: Any) -> Expr:
     return sympy.expand(result)
 
 
-def place(context: GraphContext, site: AttentionSite) -> tuple[SiteEmitter, Placed]:
-    """Emit the canonical operands of ``site`` before its output node."""
-    emitter = SiteEmitter(context, site.output.node)
+def place(context: GraphContext, site: AttentionSite, before: fx.Node | None = None) -> tuple[SiteEmitter, Placed]:
+    """Emit the canonical operands of ``site`` before its output node, or before an earlier one."""
+    emitter = SiteEmitter(context, site, before)
     ax = site.axes
     assert isinstance(site.dtype, torch.dtype)
     q = emitter.canonical(site.q, "q", {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.d}, site.dtype)
@@ -167,27 +176,36 @@ def discard(emitter: SiteEmitter) -> None:
         emitter.context.graph.erase_node(node)
 
 
-def replace(context: GraphContext, site: AttentionSite, emitter: SiteEmitter, placed: Placed, plan: Plan) -> fx.Node:
-    """Put the fused call in the place of the site's output and drop what is dead; returns the call."""
-    old = site.output.node
+def replace(context: GraphContext, site: AttentionSite, emitter: SiteEmitter, placed: Placed, plan: Plan, zero_rows: bool = False) -> None:
+    """Put the fused call in the place of the site's output and drop what is dead."""
+    old, ax = site.output.node, site.axes
+    call = call_of(emitter, site, placed, plan)
+    saved = out = result_of(emitter, call, 0)
+    scores = column_scores_of(emitter, site, out)
+    if scores:
+        out = _with_columns(emitter, call, plan, out, scores, zero_rows)
+    if site.cleaned:
+        out = emitter.record(rows_or_zero, out, emitter.record(total_lse, result_of(emitter, call, 1), scores))
+    result = emitter.original(out, site.output, {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.dv}, old.meta["val"].dtype)
+    exchange(emitter, old, result)
+    if saved is out and saved in context.needs_grad and _returned(saved):
+        _share_copy(context, saved)
+    erase_dead(context, old, site.region)
+
+
+def call_of(emitter: SiteEmitter, site: AttentionSite, placed: Placed, plan: Plan) -> fx.Node:
+    """The call of the op for ``site``, and what it draws its dropout from."""
     seed = None
     if site.dropout_p:
-        device = placed.q.meta["val"].device
-        seed = emitter.call(aten.randint.low, -(2**62), 2**62, [2], dtype=torch.int64, device=device)
-    call = _attention_call(emitter, site, placed, seed, plan)
-    out = _result(emitter, call, 0)
-    ax = site.axes
-    saved = out
-    if site.columns or site.cleaned:
-        out = _with_columns(emitter, site, out, _result(emitter, call, 1))
-    result = emitter.original(out, site.output, {"b": ax.b, "h": ax.hq, "q": ax.q, "d": ax.dv}, old.meta["val"].dtype)
+        seed = emitter.call(aten.randint.low, -(2**62), 2**62, [2], dtype=torch.int64, device=placed.q.meta["val"].device)
+    return _attention_call(emitter, site, placed, seed, plan)
+
+
+def exchange(emitter: SiteEmitter, old: fx.Node, result: fx.Node) -> None:
+    """Give ``result``, in the layout of ``old``, to the users of ``old``."""
     result = emitter.layout(result, old)
     assert result.meta["val"].shape == old.meta["val"].shape, f"rewritten output has shape {result.meta['val'].shape}, not {old.meta['val'].shape}"
     old.replace_all_uses_with(result)
-    if saved is out and saved in context.needs_grad and _returned(saved):
-        _share_copy(context, saved)
-    _erase_dead(context, old, site.region)
-    return call
 
 
 def _returned(node: fx.Node) -> bool:
@@ -212,20 +230,34 @@ def _share_copy(context: GraphContext, saved: fx.Node) -> None:
     saved.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
-def _with_columns(emitter: SiteEmitter, site: AttentionSite, out: fx.Node, lse: fx.Node) -> fx.Node:
-    """The output of a softmax that runs over more columns, from the one that runs over the keys alone (see ``columns``);
-    0 where its row is NaN, if the site says so."""
-    ax = site.axes
+def _with_columns(emitter: SiteEmitter, call: fx.Node, plan: Plan, out: fx.Node, scores: list[fx.Node], zero_rows: bool) -> fx.Node:
+    """The output of a softmax that runs over more columns, from the one that runs over the keys alone (see ``columns``)."""
+    high, low = lse_of(emitter, call, plan)
+    found = emitter.record(partial(shares, zero_rows=zero_rows), [high], [low], scores)
+    return emitter.record(partial(weighted, part=0), out, found)
+
+
+def column_scores_of(emitter: SiteEmitter, site: AttentionSite, out: fx.Node) -> list[fx.Node]:
+    ax, found = site.axes, []
     for column in site.columns:
         captures = [emitter.capture(c, out.meta["val"].device) for c in column.captures]
         sizes = [value_of(emitter.size(s)) for s in column.size_symbols]
         box = [value_of(emitter.size(e)) for e in (ax.b, ax.hq, ax.q, column.length)]
-        total = emitter.record(partial(column_lse, column.program, box, sizes), out, captures)
-        out, lse = emitter.record(share_of_keys, out, lse, total), emitter.record(torch.logaddexp, lse, total)
-    return emitter.record(rows_or_zero, out, lse) if site.cleaned else out
+        found.append(emitter.record(partial(column_scores, column.program, box, sizes), out, captures))
+    return found
 
 
-def _result(emitter: SiteEmitter, call: fx.Node, position: int) -> fx.Node:
+def lse_of(emitter: SiteEmitter, call: fx.Node, plan: Plan) -> tuple[fx.Node, fx.Node | None]:
+    """The high and, if the kernel keeps one, the low part of the lse; only the high part has a gradient."""
+    high = result_of(emitter, call, 1)
+    if not kernel_named(plan.kernel).splits_lse(plan):
+        return high, None
+    low = result_of(emitter, call, 2)
+    emitter.context.needs_grad.discard(low)
+    return high, low
+
+
+def result_of(emitter: SiteEmitter, call: fx.Node, position: int) -> fx.Node:
     """One of the results of the attention call."""
     with emitter.context.graph.inserting_before(emitter.before):
         node = emitter.context.graph.call_function(operator.getitem, (call, position))
@@ -245,15 +277,16 @@ def _attention_call(emitter: SiteEmitter, site: AttentionSite, placed: Placed, s
     with fake_mode_of(call):
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        low = torch.empty_like(lse) if kernel_named(plan.kernel).splits_lse(plan) else q.new_empty(0)
         empty = q.new_empty(0)
     call.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack")}
-    call.meta["val"] = (out, lse, empty, empty)
+    call.meta["val"] = (out, lse, low, empty)
     if any(n in emitter.context.needs_grad for n in call.all_input_nodes):
         emitter.context.needs_grad.add(call)
     return call
 
 
-def _erase_dead(context: GraphContext, root: fx.Node, region: frozenset[fx.Node]) -> None:
+def erase_dead(context: GraphContext, root: fx.Node, region: frozenset[fx.Node]) -> None:
     """Erase ``root`` and what only it used. A dropout of the region is erased too: its random numbers have no other reader."""
     queue = [root]
     while queue:

@@ -95,3 +95,18 @@ class AttentionSite:
     columns: tuple[Column, ...] = ()
     cleaned: bool = False
     """A row of NaN is 0 after the softmax."""
+    joined: tuple[Piece, ...] = ()
+    """With these the softmax runs over the keys of several products: this site is that of the first piece."""
+
+    @property
+    def outputs(self) -> set[fx.Node]:
+        return {p.site.output.node for p in self.joined} or {self.output.node}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the keys of a softmax as an attention of its own; ``rows``: the tensor of the softmax's rows in terms of the site's b, h and q."""
+
+    site: AttentionSite
+    rows: View4
+    start: Expr

@@ -1,5 +1,5 @@
 """Softmax in its spellings: the library op, ``log_softmax().exp()``, and exp / sum by hand, with or without the row maximum; also
-with a term more in the sum, as in exp(x) / (1 + sum(exp(x))).
+with a term more in the sum, as in exp(x) / (1 + sum(exp(x))), with a mask on the exponentials, or divided behind the matrix product.
 
 softmax(x) = exp(x - c) / sum(exp(x - c)) for any c that is constant along the axis, so a subtracted maximum is dropped. With the
 maximum subtracted the sum is at least 1, so a tiny number added to it, or a lower limit of at most 1, changes nothing.
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from torch import fx
 
+from fa_inductor.index import ZERO, equal, shape_of
+
+from .deferred import divisions, limited, total_of
 from .exponentials import (
     MAXIMA,
     RESTORE_AXIS,
@@ -29,6 +33,7 @@ from .exponentials import (
     without_floor,
     without_shift,
 )
+from .kept import Mask, below_masks
 from .views import argument, name_of
 
 
@@ -51,6 +56,21 @@ class Softmax:
     """A row of -inf alone is 0, not NaN."""
     guarded: bool = True
     """NaN only in rows whose maximum is not finite: without the maximum, a row of small scores alone is 0 / 0 too."""
+    masks: tuple[Mask, ...] = ()
+    """What hides exponentials from the sum: ``input`` is -inf there."""
+    quotient: Quotient | None = None
+    """``output`` is not divided yet."""
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """``node = numerator / divisor``: a view of ``product``, the matrix product of ``output``, over a view of ``total``, which sums ``output``."""
+
+    node: fx.Node
+    numerator: fx.Node
+    product: fx.Node
+    divisor: fx.Node
+    total: fx.Node
 
 
 def match(node: fx.Node) -> Softmax | None:
@@ -62,11 +82,16 @@ def match(node: fx.Node) -> Softmax | None:
     return None
 
 
-def _anchor(output: fx.Node, source: object, dim: object, spelling: str, terms: tuple[fx.Node | float, ...] = (), factor: float = 1.0) -> Softmax | None:
+def _anchor(
+    output: fx.Node, source: object, dim: object, spelling: str, terms: tuple[fx.Node | float, ...] = (), factor: float = 1.0, masks: tuple[Mask, ...] = ()
+) -> Softmax | None:
     if not isinstance(source, fx.Node) or "val" not in source.meta or source.meta["val"].dim() == 0:
         return None
+    if not all(equal(a, b) for a, b in zip_longest(shape_of(output.meta["val"]), shape_of(source.meta["val"]), fillvalue=ZERO)):
+        return None
     axis = normal(dim, source)
-    return None if axis is None else Softmax(output, source, axis, spelling, _between(source, output, terms), terms, factor)
+    beside = (*terms, *(m.node for m in masks))
+    return None if axis is None else Softmax(output, source, axis, spelling, _between(source, output, beside), terms, factor, masks=masks)
 
 
 def _between(source: fx.Node, output: fx.Node, terms: tuple[fx.Node | float, ...]) -> tuple[fx.Node, ...]:
@@ -159,4 +184,47 @@ def _larger_sum(node: fx.Node, exponential: fx.Node, shifted: fx.Node, divisor: 
     return None
 
 
-RULES: tuple[Callable[[fx.Node], Softmax | None], ...] = (_library, _safe, _exp_of_log_softmax, _exp_of_difference, _exp_over_sum)
+def _masked_exp_over_sum(node: fx.Node) -> Softmax | None:
+    """(exp(y) * m) / sum(exp(y) * m, dim); nothing may be added to the sum, which may be small."""
+    for numerator, divisor in quotients(node):
+        kept, masked = through_casts(numerator), below_masks(numerator)
+        total = reduction(divisor, ("sum",), kept) if kept is not None and masked is not None and masked[1] else None
+        if total is None or masked is None:
+            continue
+        shifted, factor = power(masked[0])  # type: ignore[misc]
+        dim = argument(total, 1, "dim")
+        return _anchor(node, without_shift(shifted, dim), dim, "masked exp / sum", factor=factor, masks=masked[1])
+    return None
+
+
+def _divided_later(node: fx.Node) -> Softmax | None:
+    """exp(y), perhaps masked, whose product with values is divided by its own sum."""
+    masked = below_masks(node)
+    if masked is None or through_casts(node) is not node:
+        return None
+    shifted, factor = power(masked[0])  # type: ignore[misc]
+    for quotient, numerator, product, divisor in divisions(node):
+        plain = total_of(node, divisor)
+        found = plain or (total_of(node, limited(divisor)) if not masked[1] else None)
+        if found is None:
+            continue
+        total, dim = found
+        source = without_shift(shifted, dim)
+        if plain is None and source is shifted:
+            continue  # without the maximum the sum may be small, and what is added to it counts
+        anchor = _anchor(node, source, dim, "exp, divided by its sum behind the product", factor=factor, masks=masked[1])
+        if anchor is not None:
+            parts = (*anchor.parts, *_between(node, divisor, ()), product, quotient)
+            return replace(anchor, quotient=Quotient(quotient, numerator, product, divisor, total), parts=parts)
+    return None
+
+
+RULES: tuple[Callable[[fx.Node], Softmax | None], ...] = (
+    _library,
+    _safe,
+    _exp_of_log_softmax,
+    _exp_of_difference,
+    _exp_over_sum,
+    _masked_exp_over_sum,
+    _divided_later,
+)

@@ -177,6 +177,19 @@ def test_every_column_is_infinitely_low() -> None:
     check(function, [*(x.detach() for x in qkv()), torch.tensor(float("-inf"))])
 
 
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("fill", [float("-inf"), torch.finfo(torch.float32).min, -1e9, -1e4])
+def test_row_whose_keys_and_columns_are_all_hidden(fill: float, columns: int) -> None:
+    """With a finite fill it is an average over the keys and the columns; with -inf NaN."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> Tensor:
+        joined = torch.cat([q @ k.mT, s.view(1, H, 1, 1).expand(B, H, L, columns)], -1)
+        return joined.masked_fill((torch.arange(L, device=q.device) == 3)[:, None], fill).softmax(-1)[..., :-columns] @ v
+
+    torch.manual_seed(0)
+    check(function, [*qkv(), rand(H)])
+
+
 def test_dropout_and_a_sink() -> None:
     """The mean over many masks is the output without dropout, and rows keep what the sink leaves them."""
     torch.manual_seed(0)
@@ -265,7 +278,7 @@ other_maximum: altered_softmax: what aten.div.Tensor applies to exp(x) is not it
 term_of_any_sign: altered_softmax: what aten.div.Tensor applies to exp(x) is not its own sum over one axis
 term_for_each_key: altered_softmax: what aten.div.Tensor applies to exp(x) is not its own sum over one axis
 two_attentions_joined: joined_scores: the softmax runs over 17 scores besides those of the 17 keys
-sum_with_all_columns: scores_reindexed: several parts of a concatenation are read as one""",
+sum_with_all_columns: joined_scores: some of the joined scores that have values of their own are no matrix product""",
     )
 
 

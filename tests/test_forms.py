@@ -668,12 +668,6 @@ def softmax_over_heads(q, k, v):
     return (q @ k.mT).softmax(1) @ v
 
 
-@miss("deferred_division")
-def divided_after_the_product(q, k, v):
-    e = torch.exp(q @ k.mT * 0.2)
-    return (e @ v) / e.sum(-1, keepdim=True)
-
-
 @miss("altered_softmax")
 def sum_over_other_axis(q, k, v):
     e = torch.exp(q @ k.mT * 0.2)
@@ -961,7 +955,7 @@ def one_head_added_to_another(q, k, v):
     return torch.cat([s[:, :1], s[:, 1:] + s[:, :1]], 1).softmax(-1) @ v
 
 
-@miss("scores_reindexed")
+@miss("operand_layout")
 def keys_treated_apart(q, k, v):
     s = q @ k.mT
     return torch.cat([s[..., :5] * 2, s[..., 5:]], -1).softmax(-1) @ v

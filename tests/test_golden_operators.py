@@ -74,6 +74,7 @@ CHOICES: dict[str, Scores] = {
     "masked_fill": lambda s, c, m: s.masked_fill(m, -1e4),
     "isneginf": lambda s, c, m: s.masked_fill(torch.isneginf(s), -1e4),
     "isnan": lambda s, c, m: s.masked_fill(torch.isnan(s), -1e4),
+    "nan_to_num": lambda s, c, m: torch.nan_to_num(s, posinf=9.0),
     "logical_and": lambda s, c, m: s + shown(torch.logical_and(s > 0, m)),
     "logical_or": lambda s, c, m: s + shown(torch.logical_or(s > 0, m)),
     "logical_xor": lambda s, c, m: s + shown(torch.logical_xor(s > 0, m)),
@@ -159,6 +160,7 @@ where               where(c0[q, k], s, -10000)
 masked_fill         where(not c0[q, k], s, -10000)
 isneginf            where(not s == -inf, s, -10000)
 isnan               where(not s != s, s, -10000)
+nan_to_num          where(not s != s, where(not s == inf, where(not s == -inf, s, min(float32)), 9), 0)
 logical_and         s + where(s > 0 and c0[q, k], 0, -10000)
 logical_or          s + where(s > 0 or c0[q, k], 0, -10000)
 logical_xor         s + where((s > 0) != c0[q, k], 0, -10000)

@@ -50,6 +50,9 @@ class ReferenceKernel:
             reason="asked for by name: the test oracle",
         )
 
+    def splits_lse(self, plan: Plan) -> bool:
+        return False
+
     def forward(self, plan: Plan, inputs: Inputs, keep: Tensor | None = None) -> Forward:
         with without_autocast(inputs.q.device.type):
             out, lse = _Attention(plan, inputs, keep).forward()

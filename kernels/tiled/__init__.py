@@ -49,6 +49,9 @@ class TiledKernel:
             reason=f"takes any score program in linear memory; {q_tile} x {k_tile} tiles",
         )
 
+    def splits_lse(self, plan: Plan) -> bool:
+        return True
+
     def forward(self, plan: Plan, inputs: Inputs) -> Forward:
         out, lse, low = tiled_forward(inputs.q, inputs.k, inputs.v, list(inputs.captures), list(inputs.sizes), inputs.dropout_p, inputs.seed, plan.to_text())
         return Forward(out, lse, (low, lse.new_empty(0)))

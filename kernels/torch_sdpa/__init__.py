@@ -51,6 +51,9 @@ class TorchSdpaKernel:
             reason=f"PyTorch's {backend} attention expresses this program exactly",
         )
 
+    def splits_lse(self, plan: Plan) -> bool:
+        return False
+
     def forward(self, plan: Plan, inputs: Inputs) -> Forward:
         with without_autocast(inputs.q.device.type):
             return _FORWARD[str(plan.get("backend"))](plan, inputs, float(str(plan.get("scale"))), bool(plan.get("causal")))

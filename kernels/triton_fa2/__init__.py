@@ -12,6 +12,7 @@ from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Ne
 
 from . import support
 from .config import choose
+from .traits import Traits
 
 
 class TritonFA2:
@@ -37,6 +38,9 @@ class TritonFA2:
             source_hash=source_hash(str(Path(__file__).parent)),
             reason=f"Triton renders any score program; tiles of {tile['fwd_m']} x {tile['fwd_n']}, {tile['fwd_warps']} warps",
         )
+
+    def splits_lse(self, plan: Plan) -> bool:
+        return Traits(plan).split_lse
 
     def forward(self, plan: Plan, inputs: Inputs) -> Forward:
         from .forward import forward

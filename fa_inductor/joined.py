@@ -1,0 +1,169 @@
+"""Softmaxes over the joined scores of several products: prefix or memory keys, text and image keys, global and local blocks.
+
+    softmax(cat([Q K1^T, Q K2^T], -1)) = [p1, p2]        p1 V1 + p2 V2 = share_1 O_1 + share_2 O_2
+
+Each piece of the keys is an attention of its own, O_i with its lse, and has the share ``exp(lse_i)`` of each row (see ``shares``). The
+products with the values may be one for each piece, or one for several: then that one is the sum over its parts. Where the outputs are
+added up is nobody's business here: each product with values is replaced by what it computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import sympy
+from torch import fx
+
+from .analyse import MUTATION, Part, Region, analyse
+from .columns import JOINED, MOST
+from .find import Candidate, score_contractions
+from .graph import GraphContext
+from .index import ZERO, Expr, equal, shape_of
+from .lift import Straddles, liftable, refuse
+from .patterns import joins
+from .patterns.views import name_of
+from .refusal import Refused
+from .site import AttentionSite, Column, Piece
+
+MOST_PIECES = 16
+
+
+def search(context: GraphContext, candidate: Candidate) -> AttentionSite:
+    """The site of ``candidate``, in pieces where it is not one attention; raises Refused."""
+    if candidate.miss is not None or candidate.anchor.zero_rows or not candidate.contractions or not _joins(candidate.anchor.input):
+        return analyse(context, candidate)
+    join, many = _Join(context, candidate), len(candidate.contractions) > 1
+    try:
+        return join.site() if many else analyse(context, candidate)
+    except Refused as refused:
+        first = refused
+    try:
+        return analyse(context, candidate) if many else join.site()
+    except Refused as second:
+        of_join, of_one = (first, second) if many else (second, first)
+        pieces = len(join.groups) if many else sum(len(g.regions) for g in join.groups) - 1
+        raise of_join if pieces > 0 or isinstance(of_one, Straddles) else of_one from None
+
+
+def _joins(source: fx.Node) -> bool:
+    """Is ``source`` made by a concatenation, through views and elementwise ops?"""
+    seen, queue = {source}, [source]
+    while queue:
+        node = queue.pop()
+        if name_of(node) in joins.NAMES:
+            return True
+        found = [n for n in node.all_input_nodes if n not in seen and n.op == "call_function"] if liftable(node) else []
+        seen.update(found)
+        queue += found
+    return False
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The pieces that one product with values sums over: ``start`` is the first one's place on the softmax's axis."""
+
+    second: fx.Node
+    start: Expr
+    size: Expr
+    regions: tuple[tuple[Region, AttentionSite], ...]
+
+
+class _Join:
+    def __init__(self, context: GraphContext, candidate: Candidate) -> None:
+        self.context, self.candidate, self.anchor = context, candidate, candidate.anchor
+        self.groups: list[_Group] = []
+
+    def site(self) -> AttentionSite:
+        failure: Refused | None = None
+        firsts, _ = score_contractions(self.anchor.input)
+        for second in self.candidate.contractions[:MOST_PIECES]:
+            try:
+                self.groups.append(self._group(second, firsts[:MOST_PIECES]))
+            except Refused as refused:
+                failure = failure or refused
+        chosen, gaps = self._cover(failure)
+        pieces = [Piece(s, r.rows, r.first_key) for g in chosen for r, s in g.regions if r.rows is not None]
+        if len(pieces) < 2:
+            raise refuse(JOINED, "the scores are those of one matrix product", self.anchor.output)
+        if any(p.site.cleaned for p in pieces):
+            raise refuse(JOINED, "rows of NaN are replaced after a softmax over joined scores", self.anchor.output)
+        self._check_dropout(chosen)
+        columns = self._columns(chosen[0], gaps)
+        self._check_writes(pieces, columns)
+        return replace(pieces[0].site, columns=columns, joined=tuple(pieces))
+
+    def _group(self, second: fx.Node, firsts: list[fx.Node]) -> _Group:
+        """``second`` in as many parts as there are concatenated scores that it reads."""
+        found: list[tuple[Region, AttentionSite]] = []
+        todo = [Part()]
+        while todo:
+            part = todo.pop(0)
+            region = self._part(second, firsts, part)
+            if isinstance(region, list):
+                todo = [*region, *todo]
+            else:
+                found.append(region)
+            if len(found) + len(todo) > MOST_PIECES:
+                raise refuse(JOINED, f"more than {MOST_PIECES} matrix products are joined", second)
+        start, last = found[0][0].first_key, found[-1]
+        return _Group(second, start, last[0].first_key + last[1].axes.k - start, tuple(found))
+
+    def _part(self, second: fx.Node, firsts: list[fx.Node], part: Part) -> tuple[Region, AttentionSite] | list[Part]:
+        """The attention of ``part``, or the smaller parts that it falls into."""
+        failure: Refused | None = None
+        without_scores = True
+        for first in firsts:
+            region = Region(self.context, self.candidate, second, first, part)
+            try:
+                return region, region.site()
+            except Straddles as straddles:
+                return part.split(straddles)
+            except Refused as refused:
+                failure = failure if failure is not None and not region.reads_scores else refused
+                without_scores = without_scores and region.without_scores
+        if without_scores or failure is None:
+            raise refuse(JOINED, "some of the joined scores that have values of their own are no matrix product", second)
+        raise failure
+
+    def _cover(self, failure: Refused | None) -> tuple[list[_Group], list[tuple[Expr, Expr]]]:
+        """Groups that follow each other along the softmax's axis, and the few places (start, length) that none of them has."""
+        shape = shape_of(self.anchor.input.meta["val"])
+        at, total, chosen, gaps = ZERO, shape[self.anchor.dim], list[_Group](), list[tuple[Expr, Expr]]()
+        while not equal(at, total):
+            rest = [(sympy.expand(g.start - at), g) for g in self.groups if g not in chosen]
+            near = sorted(((d, i) for i, (d, _) in enumerate(rest) if d.is_Integer and 0 <= d <= MOST), key=lambda x: x[0])
+            gap = near[0][0] if near else sympy.expand(total - at)
+            if not near and not (chosen and gap.is_Integer and 0 < gap <= MOST):
+                keys = " and ".join(str(g.size) for g in chosen) or "no"
+                raise failure or refuse(JOINED, f"the softmax runs over {gap} scores besides those of {keys} keys", self.anchor.output)
+            if gap != 0:
+                gaps.append((at, gap))
+                at = sympy.expand(at + gap)
+            if near:
+                group = rest[near[0][1]][1]
+                chosen.append(group)
+                at = sympy.expand(at + group.size)
+        return chosen, gaps
+
+    def _check_dropout(self, chosen: list[_Group]) -> None:
+        regions = [(r, s) for g in chosen for r, s in g.regions]
+        together = frozenset(n for _, s in regions for n in s.region)
+        results = {r.result for r, _ in regions}
+        for region, _ in regions:
+            region.escapes(together, results)
+
+    def _columns(self, group: _Group, gaps: list[tuple[Expr, Expr]]) -> tuple[Column, ...]:
+        region, site = group.regions[0]
+        return tuple(region.columns(gaps, site.axes.k)[0])
+
+    def _check_writes(self, pieces: list[Piece], columns: tuple[Column, ...]) -> None:
+        """All pieces are computed where the first output is: what they read is the same there as where eager reads it."""
+        order = self.context.order
+        first = min(order[p.site.output.node] for p in pieces)
+        for piece in pieces:
+            site = piece.site
+            nodes = {site.q.node, site.k.node, site.v.node, *(c.node for c in site.captures)}
+            nodes |= {c.node for column in columns for c in column.captures} if piece is pieces[0] else set()
+            write = self.context.written_between(nodes, first - 1, order[site.output.node])
+            if write is not None:
+                raise refuse(MUTATION, f"{write.target} writes to a tensor that a piece of the attention reads", write)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from .location import Frame, frames_of, place_of
+from .location import Frame, frames_of, place_of, without_keys
 from .refusal import Refusal, declare
 
 PRINT = declare(
@@ -44,7 +44,7 @@ _KINDS = (
 )
 _EXAMPLE = re.compile(r" \(e\.g\.[^)]*\)")
 _NAME = re.compile(r"`(?P<name>[^`]+?)\.?`")
-_FUNCTION = re.compile(r"function `<(?:bound method|function) (?P<name>[\w.<>]+)")
+_FUNCTION = re.compile(r"function `?<(?:bound method|function) (?P<name>[\w.]+(?:<locals>\.\w+)*)|when calling `L\[\S+?\]\.(?P<path>\S+)`")
 _WRAPPERS = (
     (re.compile(r"hook\("), "nn/modules/module.py", "in a hook"),
     (re.compile(r""), "_functorch/autograd_function.py", "in a torch.autograd.Function"),
@@ -87,7 +87,8 @@ class Break:
         code, words = self.kind
         function = _FUNCTION.search(self.said)
         if code == UNCOMPILED and function:
-            words = f"{function['name']} is called, which is marked torch.compiler.disable"
+            name = function["name"] or f"the module {without_keys(function['path'])}"
+            words = f"{name} is called, which is marked torch.compiler.disable"
         return ", ".join(filter(None, (words or _title(self.said), self.inside)))
 
     @property

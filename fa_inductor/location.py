@@ -88,4 +88,9 @@ def module_path_of(node: fx.Node) -> str:
     root = _ROOT.match(path)
     if root:
         path = path[root.end() :] if root["name"] in _COMPILED else root["name"] + path[root.end() :]
-    return _KEYED.sub(lambda m: f".{m['key']}", path).strip(".")
+    return without_keys(path)
+
+
+def without_keys(path: str) -> str:
+    """``layers.3`` for ``_modules['layers']._modules['3']`` and the like."""
+    return _KEYED.sub(lambda m: f".{m['key']}", f".{path}").strip(".")

@@ -247,6 +247,40 @@ def test_a_graph_that_ends_at_a_disabled_function_says_so() -> None:
     assert fa_inductor.counters()["refusals"] == {}, "a note is no verdict"
 
 
+class Disabled(nn.Module):
+    @torch.compiler.disable
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"attn": inner})
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q * 0.5
+        return self.layers["attn"](q, k, v) * 2
+
+
+@torch.compiler.disable(recursive=False)
+def disabled_but_not_what_it_calls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("inner", "name"),
+    [
+        (lambda: Around(Disabled()), "Disabled.forward"),
+        (lambda: Around(torch.compiler.disable(Attention())), "the module layers.attn"),
+        (lambda: lambda q, k, v: disabled_but_not_what_it_calls(q * 0.5, k, v), "disabled_but_not_what_it_calls"),
+    ],
+)
+def test_what_is_disabled_has_a_name(inner: Callable[[], Callable[..., Tensor]], name: str) -> None:
+    first, *_ = reports_of(inner(), *qkv())
+    assert [n.text for n in first.notes] == [f"the graph ends: {name} is called, which is marked torch.compiler.disable"]
+
+
 def test_strict_does_not_heed_notes() -> None:
     rewritten(calls_a_disabled_function, Options(strict=True))(*qkv())
 

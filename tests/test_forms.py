@@ -486,6 +486,20 @@ def masked_after_softmax(q, k, v, m):
     return (q @ k.mT).softmax(-1).masked_fill(~m, 0.0) @ v
 
 
+def in_windows() -> list[Any]:
+    return [rand(B, 4 * D, D) for _ in range(3)]
+
+
+@form(in_windows)
+def windows_by_their_number(q, k, v):
+    """The length of a window is a quotient of quotients, which the mask's length holds at a number."""
+    count = q.shape[1] // D
+    q, k, v = (x.reshape(x.shape[0], count, x.shape[1] // count, x.shape[2]) for x in (q, k, v))
+    hidden = torch.ones(D, D, dtype=torch.bool, device=q.device).triu(1)
+    p = torch.einsum("bwid,bwjd->bwij", q, k).masked_fill(hidden, -1e9).softmax(-1)
+    return torch.einsum("bwij,bwjd->bwid", p, v)
+
+
 @form()
 def probabilities_returned(q, k, v):
     p = (q @ k.mT).softmax(-1)
@@ -557,7 +571,9 @@ def test_form_fuses_in_bfloat16(name: str) -> None:
     check(function, low)
 
 
-@pytest.mark.parametrize("name", ["causal_arange", "causal_bottom_right", "scale_from_shape", "packed_qkv", "grouped_expand_reshape"])
+@pytest.mark.parametrize(
+    "name", ["causal_arange", "causal_bottom_right", "scale_from_shape", "packed_qkv", "grouped_expand_reshape", "windows_by_their_number"]
+)
 def test_form_fuses_with_symbolic_sizes(name: str) -> None:
     torch.manual_seed(0)
     function, inputs = FORMS[name]

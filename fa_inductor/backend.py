@@ -256,6 +256,8 @@ class Compilation:
         if rows is None or (rows == "zero" and before is not None):
             why = "probabilities are masked again after a softmax that may have rows of -inf alone, or NaN"
             raise Refused(Refusal(POST_MASK_NAN, why, node.name, location_of(node)))
+        if any(n._erased for n in site.reads):
+            raise Refused(Refusal(SHARED, "it reads an output that was fused before it", node.name, location_of(node)))
         emitter, placed = place(context, site, before)
         specs = placed.specs(context)
         device = placed.q.meta["val"].device

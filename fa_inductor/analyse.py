@@ -159,7 +159,7 @@ class Part:
         inside = [c for c in cuts if nonnegative(c - 1) and nonnegative(sympy.expand(size - c - 1))]
         if first.free_symbols & set(straddles.space.extent) or not inside:
             raise straddles
-        places = [ZERO, *inside, size]
+        places = list(dict.fromkeys([ZERO, *inside, size]))
         return [Part(sympy.expand(self.start + a), sympy.expand(b - a)) for a, b in pairwise(places)]
 
 

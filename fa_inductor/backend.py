@@ -273,6 +273,8 @@ class Compilation:
             raise Refused(Refusal(POST_MASK_NAN, why, node.name, location_of(node)))
         if site.cleaned:
             check_cleaned(site, facts, node in context.needs_grad)
+        if any(n._erased for n in site.reads):
+            raise Refused(Refusal(SHARED, "it reads an output that was fused before it", node.name, location_of(node)))
         emitter, placed = place(context, site, before)
         specs = placed.specs(context)
         device = placed.q.meta["val"].device

@@ -25,7 +25,7 @@ class Emitter:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.append(target, args, kwargs, None)
-        with fake_mode_of(node):
+        with fake_mode_of(node if node.all_input_nodes else self.before):
             node.meta["val"] = target(*(_value(a) for a in args), **kwargs)
         return node
 

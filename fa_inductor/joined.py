@@ -60,12 +60,17 @@ def _joins(source: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Group:
-    """The pieces that one product with values sums over: ``start`` is the first one's place on the softmax's axis."""
+    """The pieces that one product with values sums over."""
 
-    second: fx.Node
-    start: Expr
-    size: Expr
     regions: tuple[tuple[Region, AttentionSite], ...]
+
+
+@dataclass(frozen=True)
+class _Cover:
+    """Pieces that follow each other along the softmax's axis, and the few places (start, length) that none of them has."""
+
+    regions: tuple[tuple[Region, AttentionSite], ...]
+    gaps: tuple[tuple[Expr, Expr], ...]
 
 
 class _Join:
@@ -81,15 +86,15 @@ class _Join:
                 self.groups.append(self._group(second, firsts[:MOST_PIECES]))
             except Refused as refused:
                 failure = failure or refused
-        chosen, gaps = self._cover(failure)
-        pieces = [Piece(s, r.rows, r.first_key) for g in chosen for r, s in g.regions if r.rows is not None]
+        cover = self._cover(failure)
+        pieces = [Piece(s, r.rows) for r, s in cover.regions if r.rows is not None]
         if len(pieces) < 2:
             raise refuse(JOINED, "the scores are those of one matrix product", self.anchor.output)
         if any(p.site.cleaned for p in pieces):
             raise refuse(JOINED, "rows of NaN are replaced after a softmax over joined scores", self.anchor.output)
-        self._check_dropout(chosen)
-        columns = self._columns(chosen[0], gaps)
-        self._check_writes(pieces, columns)
+        self._check_dropout(cover)
+        columns = self._columns(cover)
+        self._check_writes(pieces)
         return replace(pieces[0].site, columns=columns, joined=tuple(pieces))
 
     def _group(self, second: fx.Node, firsts: list[fx.Node]) -> _Group:
@@ -105,8 +110,7 @@ class _Join:
                 found.append(region)
             if len(found) + len(todo) > MOST_PIECES:
                 raise refuse(JOINED, f"more than {MOST_PIECES} matrix products are joined", second)
-        start, last = found[0][0].first_key, found[-1]
-        return _Group(second, start, last[0].first_key + last[1].axes.k - start, tuple(found))
+        return _Group(tuple(found))
 
     def _part(self, second: fx.Node, firsts: list[fx.Node], part: Part) -> tuple[Region, AttentionSite] | list[Part]:
         """The attention of ``part``, or the smaller parts that it falls into."""
@@ -125,45 +129,54 @@ class _Join:
             raise refuse(JOINED, "some of the joined scores that have values of their own are no matrix product", second)
         raise failure
 
-    def _cover(self, failure: Refused | None) -> tuple[list[_Group], list[tuple[Expr, Expr]]]:
-        """Groups that follow each other along the softmax's axis, and the few places (start, length) that none of them has."""
+    def _cover(self, failure: Refused | None) -> _Cover:
         shape = shape_of(self.anchor.input.meta["val"])
-        at, total, chosen, gaps = ZERO, shape[self.anchor.dim], list[_Group](), list[tuple[Expr, Expr]]()
+        at, total, chosen, gaps = ZERO, shape[self.anchor.dim], list[tuple[Region, AttentionSite]](), list[tuple[Expr, Expr]]()
+        found = [piece for group in self.groups for piece in group.regions]
         while not equal(at, total):
-            rest = [(sympy.expand(g.start - at), g) for g in self.groups if g not in chosen]
-            near = sorted(((d, i) for i, (d, _) in enumerate(rest) if d.is_Integer and 0 <= d <= MOST), key=lambda x: x[0])
-            gap = near[0][0] if near else sympy.expand(total - at)
-            if not near and not (chosen and gap.is_Integer and 0 < gap <= MOST):
-                keys = " and ".join(str(g.size) for g in chosen) or "no"
+            near = None
+            for region, site in found:
+                distance = sympy.expand(region.first_key - at)
+                if distance.is_Integer and 0 <= distance <= MOST and (near is None or distance < near[0]):
+                    near = distance, (region, site)
+            gap = near[0] if near is not None else sympy.expand(total - at)
+            if near is None and not (chosen and gap.is_Integer and 0 < gap <= MOST):
+                keys = " and ".join(str(site.axes.k) for _, site in chosen) or "no"
                 raise failure or refuse(JOINED, f"the softmax runs over {gap} scores besides those of {keys} keys", self.anchor.output)
             if gap != 0:
                 gaps.append((at, gap))
                 at = sympy.expand(at + gap)
-            if near:
-                group = rest[near[0][1]][1]
-                chosen.append(group)
-                at = sympy.expand(at + group.size)
-        return chosen, gaps
+            if near is not None:
+                chosen.append(near[1])
+                at = sympy.expand(at + near[1][1].axes.k)
+        partly = [g for g in self.groups if 0 < sum(piece in chosen for piece in g.regions) < len(g.regions)]
+        if partly:
+            raise refuse(JOINED, "products with values sum over overlapping parts of the softmax's axis", partly[0].regions[0][0].second)
+        return _Cover(tuple(chosen), tuple(gaps))
 
-    def _check_dropout(self, chosen: list[_Group]) -> None:
-        regions = [(r, s) for g in chosen for r, s in g.regions]
-        together = frozenset(n for _, s in regions for n in s.region)
-        results = {r.result for r, _ in regions}
-        for region, _ in regions:
+    def _check_dropout(self, cover: _Cover) -> None:
+        together = frozenset(n for _, s in cover.regions for n in s.region)
+        results = {r.result for r, _ in cover.regions}
+        for region, _ in cover.regions:
             region.escapes(together, results)
 
-    def _columns(self, group: _Group, gaps: list[tuple[Expr, Expr]]) -> tuple[Column, ...]:
-        region, site = group.regions[0]
-        return tuple(region.columns(gaps, site.axes.k)[0])
+    def _columns(self, cover: _Cover) -> tuple[Column, ...]:
+        """The scores of the gaps, in terms of the first piece."""
+        region, site = cover.regions[0]
+        columns, touched = region.columns(cover.gaps, site.axes.k)
+        last = self.context.order[region.result]
+        for node in {c.node for column in columns for c in column.captures}:
+            self._unwritten({node}, self.context.first_read(node, touched, last), last)
+        return tuple(columns)
 
-    def _check_writes(self, pieces: list[Piece], columns: tuple[Column, ...]) -> None:
+    def _check_writes(self, pieces: list[Piece]) -> None:
         """All pieces are computed where the first output is: what they read is the same there as where eager reads it."""
         order = self.context.order
         first = min(order[p.site.output.node] for p in pieces)
-        for piece in pieces:
-            site = piece.site
-            nodes = {site.q.node, site.k.node, site.v.node, *(c.node for c in site.captures)}
-            nodes |= {c.node for column in columns for c in column.captures} if piece is pieces[0] else set()
-            write = self.context.written_between(nodes, first - 1, order[site.output.node])
-            if write is not None:
-                raise refuse(MUTATION, f"{write.target} writes to a tensor that a piece of the attention reads", write)
+        for site in (p.site for p in pieces):
+            self._unwritten({site.q.node, site.k.node, site.v.node, *(c.node for c in site.captures)}, first - 1, order[site.output.node])
+
+    def _unwritten(self, nodes: set[fx.Node], first: int, last: int) -> None:
+        write = self.context.written_between(nodes, first, last)
+        if write is not None:
+            raise refuse(MUTATION, f"{write.target} writes to a tensor that a piece of the attention reads", write)

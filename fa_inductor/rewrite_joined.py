@@ -27,9 +27,11 @@ def gather_before(context: GraphContext, site: AttentionSite) -> fx.Node:
     place = {n: i for i, n in enumerate(context.graph.nodes)}
     first = min((p.site.output.node for p in site.joined), key=place.__getitem__)
     late: set[fx.Node] = set()
-    queue = [n for p in site.joined for n in _reads(p.site)]
+    queue = [*site.reads, *(n for p in site.joined for n in p.site.reads)]
     while queue:
         node = queue.pop()
+        if node not in place:
+            raise refuse(ORDER, "a piece reads an output that was fused before it", first)
         if place[node] < place[first] or node in late:
             continue
         if node is first or not _movable(context, node, first):
@@ -39,10 +41,6 @@ def gather_before(context: GraphContext, site: AttentionSite) -> fx.Node:
     for node in sorted(late, key=place.__getitem__):
         first.prepend(node)
     return first
-
-
-def _reads(site: AttentionSite) -> list[fx.Node]:
-    return [site.q.node, site.k.node, site.v.node, *(c.node for c in (*site.captures, *(c for column in site.columns for c in column.captures)))]
 
 
 def _movable(context: GraphContext, node: fx.Node, first: fx.Node) -> bool:

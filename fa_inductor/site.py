@@ -99,6 +99,11 @@ class AttentionSite:
     """With these the softmax runs over the keys of several products: this site is that of the first piece."""
 
     @property
+    def reads(self) -> list[fx.Node]:
+        """The nodes that a fused call and what is around it read."""
+        return [self.q.node, self.k.node, self.v.node, *(c.node for c in (*self.captures, *(c for column in self.columns for c in column.captures)))]
+
+    @property
     def outputs(self) -> set[fx.Node]:
         return {p.site.output.node for p in self.joined} or {self.output.node}
 
@@ -109,4 +114,3 @@ class Piece:
 
     site: AttentionSite
     rows: View4
-    start: Expr

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from fusing import check, sites_of
+from fusing import check, rewritten, sites_of
 from test_forms import FORMS, B, Case, D, H, L, qkv, rand
 from torch import Tensor
 
 from fa_inductor.options import Options
-from fa_inductor.report import SiteReport
+from fa_inductor.report import SiteReport, collecting
 
 COLUMNS: dict[str, Case] = {}
 
@@ -188,6 +188,22 @@ def test_row_whose_keys_and_columns_are_all_hidden(fill: float, columns: int) ->
 
     torch.manual_seed(0)
     check(function, [*qkv(), rand(H)])
+
+
+def test_fill_that_is_an_input() -> None:
+    """A number that changes from call to call becomes a symbol, which the keys and the columns read."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, s: Tensor, fill: float) -> Tensor:
+        joined = torch.cat([q @ k.mT, s.view(1, H, 1, 1).expand(B, H, L, 1)], -1)
+        return joined.masked_fill((torch.arange(L, device=q.device) == 3)[:, None], fill).softmax(-1)[..., :-1] @ v
+
+    torch.manual_seed(0)
+    inputs = [*qkv(), rand(H)]
+    compiled = rewritten(function)
+    with collecting() as reports:
+        for fill in (-2.0, -30.0, -1e4):
+            torch.testing.assert_close(compiled(*inputs, fill), function(*inputs, fill))
+    assert [s.fused for r in reports for s in r.sites] == [True, True], "\n".join(map(str, reports))
 
 
 def test_dropout_and_a_sink() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import sympy
 import torch
@@ -22,11 +21,10 @@ from .columns import JOINED, Columns
 from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction, score_contractions
 from .graph import GraphContext
 from .index import ONE, ZERO, Expr, Space, equal, nonnegative, product, shape_of
-from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, Straddles, refuse
+from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
 from .near_softmax import ALTERED
 from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of, view_of
-from .patterns import joins
 from .patterns.contraction import OTHER_PRODUCTS, Contraction, describe, is_contraction
 from .patterns.exponentials import shifts
 from .patterns.kept import Mask
@@ -147,20 +145,6 @@ class Part:
 
     start: Expr = ZERO
     size: Expr | None = None
-
-    def split(self, straddles: Straddles) -> list[Part]:
-        """The parts whose scores are each one part of the concatenation that ``straddles`` names."""
-        tensors, dim = joins.parts(straddles.node)
-        first, cuts, at = sympy.expand(straddles.index[dim] - K), [], ZERO
-        for tensor in tensors:
-            at = sympy.expand(at + shape_of(tensor.meta["val"])[dim])
-            cuts.append(sympy.expand(at - first))
-        size = straddles.space.extent[K] if self.size is None else self.size
-        inside = [c for c in cuts if nonnegative(c - 1) and nonnegative(sympy.expand(size - c - 1))]
-        if first.free_symbols & set(straddles.space.extent) or not inside:
-            raise straddles
-        places = list(dict.fromkeys([ZERO, *inside, size]))
-        return [Part(sympy.expand(self.start + a), sympy.expand(b - a)) for a, b in pairwise(places)]
 
 
 class Region:

@@ -1,7 +1,7 @@
 """Truthful counts of what the backend did in this process.
 
-``rewritten`` counts fused calls in the graphs handed to Inductor; ``forward`` and ``backward`` count fused calls in the final
-graphs after AOTAutograd. A site whose call was traced but is gone from the final graph is therefore not counted as running.
+``rewritten`` counts softmaxes that were fused; ``forward`` and ``backward`` count fused calls in the final graphs after AOTAutograd (one
+softmax over joined scores makes several). A site whose call was traced but is gone from the final graph is therefore not counted as running.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def counters() -> Counts:
     """Counts since the process began or ``reset``.
 
     Returns:
-        graphs (compiled), sites (softmaxes seen), rewritten (fused calls in the graphs given to Inductor), refused, forward and
+        graphs (compiled), sites (softmaxes seen), rewritten (those that were fused), refused, forward and
         backward (fused calls in its final graphs), and refusals: how often each code was the verdict on a softmax or a graph.
     """
     with _lock:

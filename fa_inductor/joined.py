@@ -10,15 +10,16 @@ added up is nobody's business here: each product with values is replaced by what
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import sympy
 from torch import fx
 
-from .analyse import MUTATION, Part, Region, analyse
+from .analyse import MUTATION, K, Part, Region, analyse
 from .columns import JOINED, MOST
 from .find import Candidate, score_contractions
 from .graph import GraphContext
-from .index import ZERO, Expr, equal, shape_of
+from .index import ZERO, Expr, equal, nonnegative, shape_of
 from .lift import Straddles, liftable, refuse
 from .patterns import joins
 from .patterns.views import name_of
@@ -56,6 +57,21 @@ def _joins(source: fx.Node) -> bool:
         seen.update(found)
         queue += found
     return False
+
+
+def _split(part: Part, straddles: Straddles) -> list[Part]:
+    """The parts whose scores are each one part of the concatenation that ``straddles`` names."""
+    tensors, dim = joins.parts(straddles.node)
+    first, cuts, at = sympy.expand(straddles.index[dim] - K), [], ZERO
+    for tensor in tensors:
+        at = sympy.expand(at + shape_of(tensor.meta["val"])[dim])
+        cuts.append(sympy.expand(at - first))
+    size = straddles.space.extent[K] if part.size is None else part.size
+    inside = [c for c in cuts if nonnegative(c - 1) and nonnegative(sympy.expand(size - c - 1))]
+    if first.free_symbols & set(straddles.space.extent) or not inside:
+        raise straddles
+    places = list(dict.fromkeys([ZERO, *inside, size]))
+    return [Part(sympy.expand(part.start + a), sympy.expand(b - a)) for a, b in pairwise(places)]
 
 
 @dataclass(frozen=True)
@@ -121,7 +137,7 @@ class _Join:
             try:
                 return region, region.site()
             except Straddles as straddles:
-                return part.split(straddles)
+                return _split(part, straddles)
             except Refused as refused:
                 failure = failure if failure is not None and not region.reads_scores else refused
                 without_scores = without_scores and region.without_scores

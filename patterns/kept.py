@@ -22,15 +22,15 @@ class Mask:
     sense: Literal["keep", "hide", "factor"]
 
 
-def below_masks(node: object) -> tuple[fx.Node, tuple[Mask, ...]] | None:
-    """The exponential that ``node`` is, and the masks on it, outermost first."""
+def below_masks(node: object, most: int = 4) -> tuple[fx.Node, tuple[Mask, ...]] | None:
+    """The exponential that ``node`` is, and the masks on it, outermost first; at most so many."""
     inner = through_casts(node)
     if inner is None:
         return None
     if power(inner) is not None:
         return inner, ()
-    for below, mask in _masked(inner):
-        found = below_masks(below)
+    for below, mask in _masked(inner) if most else ():
+        found = below_masks(below, most - 1)
         if found is not None:
             return found[0], (mask, *found[1])
     return None

@@ -263,13 +263,13 @@ def _left_padding(m: _Maker) -> Form:
     return m.finish(result, [("key", key, None), ("upper", upper, Affine(0))], {"fill": fill}, scale=m.scale)
 
 
-def _bias(axes: str, differentiable: bool, causal: bool = False) -> Callable[[_Maker], Form]:
-    """Dense additive bias of rank 4, of size 1 on the axes not named."""
+def _bias(axes: str, differentiable: bool, causal: bool = False, longer: int = 0) -> Callable[[_Maker], Form]:
+    """Dense additive bias of rank 4, of size 1 on the axes not named; ``longer``: than what is read of it."""
 
     def build(m: _Maker) -> Form:
         d = m.dims
         sizes = {"b": d.b, "h": d.hq, "q": d.lq, "k": d.lk}
-        shape = [sizes[a] if a in axes else 1 for a in "bhqk"]
+        shape = [sizes[a] + longer if a in axes else 1 for a in "bhqk"]
         indices = [m.index(a) if a in axes else m.zero() for a in "bhqk"]
         bias = m.load(m.floats(*shape), indices, differentiable)
         result = m.emit("add", m.scaled, bias)
@@ -286,6 +286,8 @@ FORMS["bias_bqk_grad"] = _bias("bqk", True)
 FORMS["bias_bk_grad"] = _bias("bk", True)
 FORMS["bias_bhqk"] = _bias("bhqk", False)
 FORMS["bias_k"] = _bias("k", False)
+FORMS["longer_bias_hqk_grad"] = _bias("hqk", True, longer=9)
+FORMS["longer_bias_k_grad"] = _bias("k", True, longer=9)
 FORMS["bias_q_grad"] = _bias("q", True)
 FORMS["causal_bias_hqk_grad"] = _bias("hqk", True, causal=True)
 

@@ -78,6 +78,12 @@ def biases_of_their_own(q, k, v, pk, pv, b, c):
     return p[..., :N] @ pv + p[..., N:] @ v
 
 
+@joined(lambda: rand(H, L, N + L))
+def learned_bias_over_both(q, k, v, pk, pv, b):
+    p = (both(q, k, pk) + b).softmax(-1)
+    return p[..., :N] @ pv + p[..., N:] @ v
+
+
 @joined(lambda: rand(H, 1, 1))
 def learned_temperature_after_joining(q, k, v, pk, pv, t):
     p = (torch.cat([q @ pk.mT, q @ k.mT], -1) * t.exp()).softmax(-1)

@@ -221,7 +221,7 @@ def _gather(inputs: Inputs, capture: int, sums: list[tuple[LoadGradient, Tensor]
 
 
 def _place(tensor: Tensor, gradient: LoadGradient, value: Tensor) -> Tensor:
-    """Permute (b, h, q, k) order into the tensor's, at the constant indices that the load uses."""
+    """Permute (b, h, q, k) order into the tensor's, at the constant indices that the load uses; zeros where it reads nothing."""
     assert gradient.axes is not None
     letters = [a for a in gradient.axes if isinstance(a, str)]
     value = value.permute([gradient.letters.index(a) for a in letters])
@@ -232,7 +232,17 @@ def _place(tensor: Tensor, gradient: LoadGradient, value: Tensor) -> Tensor:
             if not (isinstance(size, int) and size == 1):  # zeros at the indices that are never read
                 after = value.ndim - 1 - d
                 value = torch.constant_pad_nd(value, [0, 0] * after + [axis % size, size - 1 - axis % size])
+        else:
+            value = _lengthened(value, d, tensor.shape[d])
     return value
+
+
+def _lengthened(value: Tensor, d: int, size: Size) -> Tensor:
+    """Zeros behind dimension ``d`` up to ``size``: a tensor may be longer than what is read of it. Nothing asks whether a symbol is 0."""
+    rest = size - value.shape[d]
+    if (rest.node.expr if isinstance(rest, torch.SymInt) else rest) == 0:
+        return value
+    return torch.cat([value, value.new_zeros([rest if i == d else n for i, n in enumerate(value.shape)])], d)
 
 
 def _scatter(inputs: Inputs, gradient: LoadGradient, value: Tensor) -> Tensor:

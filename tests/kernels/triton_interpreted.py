@@ -226,6 +226,20 @@ def whole_launches(form: str, expected: list[str]) -> None:
     assert found == expected, found
 
 
+def form(name: str) -> None:
+    """A form of attention from search to gradients, with the Triton kernels forced."""
+    import torch
+    from fusing import check
+    from test_gpu import FORMS
+
+    from fa_inductor.options import Options
+
+    torch.manual_seed(0)
+    function, inputs = FORMS[name]
+    sites = check(function, inputs(), options=Options(kernel="triton_fa2"))
+    assert {site.kernel for site in sites} == {"triton_fa2"}
+
+
 def strides_follow_inputs() -> None:
     """out and every gradient lie in memory as their input does."""
     from kernel_cases import Case, Dims, problem, run_kernel
@@ -248,6 +262,7 @@ CHECKS: dict[str, Callable[..., None]] = {
         partial_needs,
         split_columns,
         whole_launches,
+        form,
         strides_follow_inputs,
     )
 }

@@ -19,6 +19,7 @@ from torch import fx
 from . import digits as D
 from .columns import JOINED, Columns
 from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction, score_contractions
+from .finite import finite_among
 from .graph import GraphContext
 from .index import ONE, ZERO, Expr, Space, equal, nonnegative, product, shape_of
 from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
@@ -32,7 +33,7 @@ from .patterns.nan import without_nan
 from .patterns.views import argument, name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
-from .program.bounds import LARGEST, surely_finite
+from .program.bounds import LARGEST, moderate, sums_above, surely_finite
 from .quotient import Quotient, truth
 from .refusal import Refused, declare
 from .site import AttentionSite, Axes, Captured, Column, View4
@@ -66,6 +67,8 @@ RENORMALISED = declare("renormalised", "the probabilities are reduced over again
 K, DIM = D.symbol("k"), D.symbol("d")
 B, H, Q, DV = (D.symbol(n) for n in ("b", "h", "q", "dv"))
 NAMES: dict[sympy.Symbol, str] = {B: "b", H: "h", Q: "q", K: "k"}
+_LARGE = 256.0
+"""More than this added to scores takes digits from them that count."""
 _REDUCTIONS = ("sum", "mean", "amax", "max", "norm", "softmax", "_softmax", "topk", "std", "var", "layer_norm")
 
 
@@ -405,11 +408,18 @@ class Region:
         )  # fmt: skip
 
     def _check_overflow(self, lifted: Lifted) -> None:
-        """What is computed from scores without the subtracted maximum must be finite wherever they are."""
-        if self.shifts or self.anchor.factor > 1:
-            program = lifted.lifter.builder.finish(lifted.score, *lifted.shifted)
-            if not surely_finite(program, fill=-math.inf, loads=LARGEST):
-                raise refuse(OVERFLOW, "the maximum is subtracted before a factor, without which the scores could overflow", self.anchor.output)
+        """What is computed from scores without the subtracted maximum must be finite wherever they are, and not swallow what is added."""
+        if not self.shifts and self.anchor.factor <= 1:
+            return
+        builder = lifted.lifter.builder
+        program = builder.finish(lifted.score, *lifted.shifted)
+        if not surely_finite(program, fill=-math.inf, loads=LARGEST):
+            raise refuse(OVERFLOW, "the maximum is subtracted before a factor, without which the scores could overflow", self.anchor.output)
+        if lifted.shifted and sums_above(program):
+            finite = finite_among(lifted.lifter.captured)
+            if not moderate(builder.finish(*lifted.shifted), _LARGE, finite):
+                text = "something is added after the maximum is subtracted, and would be lost next to scores as large as a mask makes them"
+                raise refuse(OVERFLOW, text, self.anchor.output)
 
     def _dtype(self, lifted: Lifted) -> torch.dtype:
         scores: torch.dtype = self.first.meta["val"].dtype

@@ -7,7 +7,7 @@ hold -inf for all keys of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -19,9 +19,9 @@ from .patterns import joins, views
 from .patterns.contraction import is_contraction
 from .patterns.views import name_of
 from .program import ProgramBuilder, ScoreProgram
-from .program.bounds import surely_finite
+from .program.bounds import moderate, surely_finite
 from .refusal import Refusal, Refused, declare
-from .site import AttentionSite, Captured
+from .site import AttentionSite
 
 NAN_ROWS = declare("nan_rows", "call softmax, or subtract the row's maximum: then a row is NaN only where all of it is hidden")
 NAN_GRADIENT = declare(
@@ -37,7 +37,7 @@ def rule_for_rows(site: AttentionSite, facts: ProgramFacts) -> Literal["eager", 
 
     "zero": what is hidden by -inf before the softmax is exactly what is set to 0 after it, so that a row of NaN becomes 0.
     """
-    finite = _finite_among(site.captures)
+    finite = finite_among(c.node for c in site.captures)
     if site.cleaned:
         return "zero" if site.post is None or surely_finite(site.post, finite=finite) else None
     if site.post is None or not any(n.op == "where" for n in site.post.nodes):
@@ -49,13 +49,13 @@ def rule_for_rows(site: AttentionSite, facts: ProgramFacts) -> Literal["eager", 
     return "zero" if hidden is not None and finite_but_hidden and hidden in _zeroed(site.post) else None
 
 
-def _finite_among(captures: Sequence[Captured]) -> set[int]:
-    return {i for i, c in enumerate(captures) if like_scores(c.node)}
+def finite_among(nodes: Iterable[fx.Node]) -> set[int]:
+    return {i for i, n in enumerate(nodes) if like_scores(n)}
 
 
 def _no_row_is_nan(site: AttentionSite, facts: ProgramFacts) -> bool:
     visible = facts.mask is not None and facts.mask.every_row_visible and facts.mask.fill == -math.inf
-    return surely_finite(site.program, fill=-math.inf if visible else None, finite=_finite_among(site.captures))
+    return surely_finite(site.program, fill=-math.inf if visible else None, finite=finite_among(c.node for c in site.captures))
 
 
 def check_cleaned(site: AttentionSite, facts: ProgramFacts, trained: bool) -> None:
@@ -70,7 +70,7 @@ def check_cleaned(site: AttentionSite, facts: ProgramFacts, trained: bool) -> No
     if not _holds_in_half(site):
         text = "rows of NaN are turned into 0, and the sum of a float16 score and a mask may be -inf, which it is not in float32"
         raise Refused(Refusal(NAN_ROWS, text, node.name, location_of(node)))
-    surely = _no_row_is_nan(site, facts) and all(surely_finite(c.program, finite=_finite_among(c.captures)) for c in site.columns)
+    surely = _no_row_is_nan(site, facts) and all(surely_finite(c.program, finite=finite_among(x.node for x in c.captures)) for c in site.columns)
     if trained and not surely and (site.columns or not _hidden_by_choice(site)):
         text = "a row that is -inf alone, or NaN, is turned into 0 after the softmax, but its gradient in eager is NaN"
         raise Refused(Refusal(NAN_GRADIENT, text, node.name, location_of(node)))
@@ -83,10 +83,9 @@ def _holds_in_half(site: AttentionSite) -> bool:
     nodes, at = site.program.nodes, site.program.result
     while nodes[at].op == "where" and nodes[nodes[at].args[2]].op == "const":
         at = nodes[at].args[1]
-    core, finite = ProgramBuilder(), _finite_among(site.captures)
+    core = ProgramBuilder()
     core.captures, core.n_sizes = list(site.program.captures), site.program.n_sizes
-    live = core.finish(core.inline(site.program)[at]).nodes
-    return not any(n.type == "float" and ((n.op == "load" and n.value not in finite) or (n.op == "const" and abs(float(n.value or 0)) >= _LARGE)) for n in live)
+    return moderate(core.finish(core.inline(site.program)[at]), _LARGE, finite_among(c.node for c in site.captures))
 
 
 def _hidden_by_choice(site: AttentionSite) -> bool:
@@ -102,7 +101,7 @@ def _hidden_by_choice(site: AttentionSite) -> bool:
         else:
             break
     core = ScoreProgram(program.nodes, (at,), program.captures, program.n_sizes)
-    return surely_finite(core, finite=_finite_among(site.captures))
+    return surely_finite(core, finite=finite_among(c.node for c in site.captures))
 
 
 def _chosen(program: ScoreProgram, at: int, literal: float) -> ScoreProgram | None:

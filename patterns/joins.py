@@ -79,7 +79,7 @@ def choice(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None
         value = b.convert(reader.element(tensor, (*index[:dim], local, *index[dim + 1 :])), "float") if size != 0 else -1
         reader.arms, start = outer, sympy.expand(start + size)
         found += [(start, value)] if size != 0 else []
-    result: int | None = found[-1][1]
+    result: int | None = found[-1][1] if found else None
     for end, value in reversed(found[:-1]):
         result = choose(b, b.emit("lt", reader.size(place), reader.size(end)), value, result) if result is not None else None
     return result

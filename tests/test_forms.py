@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from fusing import check, sites_of
 from torch import Tensor
 
@@ -829,6 +830,20 @@ def shifted_before_another_mask(q, k, v, b, c):
     return (s - s.amax(-1, keepdim=True) + c).softmax(-1) @ v
 
 
+@miss("scaled_shift", lambda: [*qkv(), rand(L, L)])
+def shifted_before_a_bias_that_a_mask_would_swallow(q, k, v, b):
+    """A row of the least number is a row of zeros once shifted, so that the bias alone decides."""
+    s = (q @ k.mT).masked_fill(row_of_the_least_number(q) < 0, torch.finfo(torch.float32).min)
+    return ((s - s.amax(-1, keepdim=True) + b) * 0.5).softmax(-1) @ v
+
+
+@miss("scaled_shift")
+def shifted_and_scaled_up_and_down(q, k, v):
+    """What overflows on the way stays infinite."""
+    s = q @ k.mT + row_of_the_least_number(q)
+    return ((s - s.amax(-1, keepdim=True)) * 32 / 64).softmax(-1) @ v
+
+
 @miss("unsupported_op", lambda: [*qkv(), rand(L, L)])
 def shifted_and_turned_round(q, k, v, b):
     """An infinite bias makes eager's row NaN, and would hide its key without the shift."""
@@ -1085,6 +1100,20 @@ def test_key_heads_are_not_expanded(name: str) -> None:
     _, (site,) = sites_of(function, *inputs())
     batch = inputs()[0].shape[0]
     assert f"k ({batch}, 2, {L}, {D})" in site.shapes, site.shapes
+
+
+def test_groups_differ_in_as_little_as_they_can() -> None:
+    """Where only biases, masks or scales differ, the score goes one way."""
+    names = ("slopes_of_two_groups", "groups_biased_masked_and_scaled", "each_head_by_itself", "groups_of_merged_heads")
+    programs = [sites_of(FORMS[name][0], *FORMS[name][1]())[1][0].program for name in names]
+    assert_expected_inline(
+        "\n".join(programs),
+        """\
+where(h < 2, c0[min(h, 1)]*k/17, c1[0]*k/17) + s
+(where(k - q < 1 or h >= 2, 0.3*s, -inf) + where(h < 2, c0[min(h, 1), q, k], c2[q, k]))*where(h < 2, c1[min(h, 1), 0, 0], 1)
+s*where(h >= 1, where(h >= 2, 3, 2), 1) + where(h < 1, c0[h, q, k], where(h < 2, c0[0, k, q], c0[h, q, k]))
+s - where(3*b + h >= 3, c0[q, k], 0) + where(3*b + h < 3, c0[q, k], 0)""",
+    )
 
 
 HIDDEN_ROW = torch.zeros(L, L).index_fill(0, torch.tensor([2]), -math.inf)

@@ -35,8 +35,30 @@ def surely_finite(program: ScoreProgram, *, fill: float | None = None, finite: C
             bound = SCORE if node.value in finite else loads
         else:
             bound = _bound(node, [bounds[a] for a in node.args], [program.nodes[a] for a in node.args], fill)
-        bounds.append(min(bound, LARGEST) if i in given else bound)
+        bounds.append(min(bound, LARGEST) if i in given else bound if bound < _INFINITE else math.inf)
     return bounds[program.results[0]] < _INFINITE
+
+
+def moderate(program: ScoreProgram, most: float, finite: Collection[int]) -> bool:
+    """No number that ``program`` reads is larger than ``most``, but for infinity: neither literals nor floats in tensors other than ``finite``."""
+    loads = [n for n in program.nodes if n.op == "load" and n.type == "float"]
+    literals = [abs(float(n.value)) for n in program.nodes if n.op == "const" and n.type == "float"]  # type: ignore[arg-type]
+    return all(n.value in finite for n in loads) and all(x <= most or math.isinf(x) for x in literals)
+
+
+def sums_above(program: ScoreProgram) -> bool:
+    """Is the first value more than a multiple of the others?"""
+    seen, queue = set(program.results[1:]), [program.results[0]]
+    while queue:
+        at = queue.pop()
+        node = program.nodes[at]
+        if at in seen:
+            continue
+        seen.add(at)
+        if node.op not in ("mul", "div", "neg", "round", "const"):
+            return True
+        queue += node.args
+    return False
 
 
 def _finite_with(nodes: tuple[Node, ...], given: Collection[int]) -> set[int]:

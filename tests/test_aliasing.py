@@ -191,7 +191,7 @@ def test_same_as_eager(function: Callable[..., Any], inputs: Callable[[], list[A
 REFUSED: list[tuple[str, Callable[..., Any]]] = [
     ("output_addend", lambda q, k, v: torch.baddbmm(q[0], (q[0] @ k[0].mT).softmax(-1), v[0], beta=0.7, alpha=0.5)),
     ("output_addend", lambda q, k, v: torch.addmm(q[0, 0], (q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0])),
-    ("unsupported_op", lambda q, k, v: torch.nan_to_num((q @ k.mT).softmax(-1), nan=0.5) @ v),
+    ("post_softmax_op", lambda q, k, v: torch.nan_to_num((q @ k.mT).softmax(-1), nan=0.5) @ v),
     ("blocked_probabilities", lambda q, k, v: (q @ k.mT).softmax(-1).flip(-1) @ v),
     ("unsupported_op", lambda q, k, v: ((q.detach() @ k.detach().mT * 40).to(torch.int8).float()).softmax(-1) @ v),
 ]

@@ -192,8 +192,8 @@ def times_a_captured_factor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     [
         ("nan_rows", small_by_hand),
         ("post_mask_nan", times_a_captured_factor),
-        ("unsupported_op", attention(lambda p: p.nan_to_num(0.5))),
-        ("unsupported_op", attention(lambda p: (p * 2 + 1).nan_to_num(0.0))),
+        ("post_softmax_op", attention(lambda p: p.nan_to_num(0.5))),
+        ("post_softmax_op", attention(lambda p: (p * 2 + 1).nan_to_num(0.0))),
         ("post_softmax_op", attention(lambda p: torch.where(p.isnan(), 1.0, p))),
         ("post_softmax_op", attention(lambda p: torch.where(p.isnan(), p, 0.0))),
         ("unsupported_op", attention(lambda p: torch.index_put(p, [p.isnan()], torch.ones(())))),

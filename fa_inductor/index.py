@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -24,8 +25,23 @@ def as_expr(size: Any) -> Expr:
     """Sympy expression of an int, SymInt or sympy value; ``(s*s) // s``, as shapes of products have it, is s."""
     if isinstance(size, torch.SymInt):
         expr = size.node.expr
-        return expr.replace(FloorDiv, _divided) if expr.has(FloorDiv) else expr
+        if not expr.has(FloorDiv):
+            return expr
+        return expr.xreplace(_guarded(size.node.shape_env)).replace(FloorDiv, _divided)
     return sympy.sympify(size)
+
+
+_guards: WeakKeyDictionary[Any, tuple[int, dict[Expr, Expr]]] = WeakKeyDictionary()
+
+
+def _guarded(shapes: Any) -> dict[Expr, Expr]:
+    """Quotients that a guard holds at a number: code that cuts a length in windows gives ``s // (s // 8)``, which is 8 where it was compared with it."""
+    count, known = _guards.get(shapes, (0, {}))
+    if len(shapes.guards) != count:
+        equations = [(*g.expr.lhs.as_coeff_Mul(), g.expr.rhs) for g in shapes.guards if isinstance(g.expr, sympy.Eq)]
+        known = {q: n / c for c, q, n in equations if isinstance(q, FloorDiv) and n.is_Integer and (n / c).is_Integer}
+        _guards[shapes] = len(shapes.guards), known
+    return known
 
 
 def _divided(x: Expr, n: Expr) -> Expr:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -198,7 +199,8 @@ def _count(value: float | None) -> str:
 
 
 def _cell(value: object) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
+    """One line; installed files are named as of their package."""
+    return " ".join(re.sub(r"[^\s\"']*/site-packages/", "", str(value)).split()).replace("|", "\\|")
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -38,8 +38,8 @@ def _guarded(shapes: Any) -> dict[Expr, Expr]:
     """Quotients that a guard holds at a number: code that cuts a length in windows gives ``s // (s // 8)``, which is 8 where it was compared with it."""
     count, known = _guards.get(shapes, (0, {}))
     if len(shapes.guards) != count:
-        equations = [g.expr for g in shapes.guards if isinstance(g.expr, sympy.Eq)]
-        known = {e.lhs: e.rhs for e in equations if isinstance(e.lhs, FloorDiv) and e.rhs.is_Integer}
+        equations = [(*g.expr.lhs.as_coeff_Mul(), g.expr.rhs) for g in shapes.guards if isinstance(g.expr, sympy.Eq)]
+        known = {q: n / c for c, q, n in equations if isinstance(q, FloorDiv) and n.is_Integer and (n / c).is_Integer}
         _guards[shapes] = len(shapes.guards), known
     return known
 

@@ -491,12 +491,25 @@ def in_windows() -> list[Any]:
     return [rand(B, 4 * D, D) for _ in range(3)]
 
 
+def _windows(*tensors):
+    return (x.reshape(x.shape[0], x.shape[1] // D, x.shape[1] // (x.shape[1] // D), x.shape[2]) for x in tensors)
+
+
 @form(in_windows)
 def windows_by_their_number(q, k, v):
     """The length of a window is a quotient of quotients, which the mask's length holds at a number."""
-    count = q.shape[1] // D
-    q, k, v = (x.reshape(x.shape[0], count, x.shape[1] // count, x.shape[2]) for x in (q, k, v))
+    q, k, v = _windows(q, k, v)
     hidden = torch.ones(D, D, dtype=torch.bool, device=q.device).triu(1)
+    p = torch.einsum("bwid,bwjd->bwij", q, k).masked_fill(hidden, -1e9).softmax(-1)
+    return torch.einsum("bwij,bwjd->bwid", p, v)
+
+
+@form(in_windows)
+def windows_that_look_back(q, k, v):
+    """As above; the mask is as long as two windows."""
+    q, k, v = _windows(q, k, v)
+    k, v = (torch.cat([F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1], x], 2) for x in (k, v))
+    hidden = torch.ones(D, 2 * D, dtype=torch.bool, device=q.device).triu(D + 1)
     p = torch.einsum("bwid,bwjd->bwij", q, k).masked_fill(hidden, -1e9).softmax(-1)
     return torch.einsum("bwij,bwjd->bwid", p, v)
 
@@ -573,7 +586,8 @@ def test_form_fuses_in_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["causal_arange", "causal_bottom_right", "scale_from_shape", "packed_qkv", "grouped_expand_reshape", "windows_by_their_number"]
+    "name",
+    ["causal_arange", "causal_bottom_right", "scale_from_shape", "packed_qkv", "grouped_expand_reshape", "windows_by_their_number", "windows_that_look_back"],
 )
 def test_form_fuses_with_symbolic_sizes(name: str) -> None:
     torch.manual_seed(0)

@@ -393,8 +393,6 @@ def dense_source(traits: Traits, gradient: LoadGradient, table: bool = False) ->
         *lines,
         f"acc += {value}",
     ]
-    kept = len(set(gradient.letters) & {"b", "h"})
-    place = {2: "kept", 1: "chunk.to(tl.int64) * kept_count + kept", 0: "chunk"}[kept]
     body = [
         "tiles_m = (Lq + BLOCK_M - 1) // BLOCK_M",
         "tiles_n = (Lk + BLOCK_N - 1) // BLOCK_N",
@@ -423,7 +421,7 @@ def dense_source(traits: Traits, gradient: LoadGradient, table: bool = False) ->
         _table_entries(gradient)
         if table
         else [
-            f"place = G0 + ({place}).to(tl.int64) * Lq * Lk",
+            sum_place(gradient),
             "tl.store(place + q_rows.to(tl.int64)[:, None] * Lk + k_rows[None, :], acc.to(G0.dtype.element_ty), mask=q_in[:, None] & k_in[None, :])",
         ]
     )
@@ -474,6 +472,12 @@ def kept_heads(gradient: LoadGradient) -> list[str]:
         "begin = tl.minimum(chunk * share, members)",
         "end = tl.minimum(begin + share, members)",
     ]
+
+
+def sum_place(gradient: LoadGradient) -> str:
+    """``place``: where the (q, k) sums of this program's heads and chunk begin."""
+    outer = {2: "kept", 1: "chunk.to(tl.int64) * kept_count + kept", 0: "chunk"}[len(set(gradient.letters) & {"b", "h"})]
+    return f"place = G0 + ({outer}).to(tl.int64) * Lq * Lk"
 
 
 def reduced_heads(gradient: LoadGradient) -> list[str]:

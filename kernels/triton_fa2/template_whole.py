@@ -9,10 +9,11 @@ captured tensor whose gradient it sums (see ``fa2_backward_dense``), or has one 
 from __future__ import annotations
 
 from .render import literal
-from .template_backward import CONSTANTS, Wanted, common_parameters, gradient_tile, kept_heads, reduced_heads, row_statistics, tile_setup
+from .template_backward import CONSTANTS, Wanted, common_parameters, gradient_tile, kept_heads, reduced_heads, row_statistics, sum_place, tile_setup
 from .text import base, kernel, masked, offsets, padded, strided, unspecialized
 from .traits import LoadGradient, Traits
 
+_STORE_SUM = "tl.store(place + q_rows[None, :] * Lk + k_rows[:, None], acc.to(G0.dtype.element_ty), mask=q_in[None, :] & k_in[:, None])"
 _TILES = (("Q", "q_rows", "d_local"), ("DO", "q_rows", "dv_local"), ("K", "k_rows", "d_local"), ("V", "k_rows", "dv_local"))
 
 
@@ -59,7 +60,7 @@ def whole_source(traits: Traits, want: Wanted, gradient: LoadGradient | None) ->
         *(["acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)"] if gradient is not None else []),
         "for member in tl.range(begin, end, num_stages=1):",
         *(f"    {line}" for line in loop),
-        *(_store_sum(gradient) if gradient is not None else []),
+        *([sum_place(gradient), _STORE_SUM] if gradient is not None else []),
     ]
     return kernel("fa2_backward_whole", whole_parameters(traits, want, gradient), CONSTANTS, [*unspecialized(traits), "B", "CHUNKS"], body)
 
@@ -80,12 +81,3 @@ def _products(traits: Traits, want: Wanted, results: list[str]) -> list[str]:
             place = f"d{letter}_base + {rows}_rows.to(tl.int64)[:, None] * {tensor}_s2 + {local}[None, :] * {tensor}_s3"
             lines += [base(f"d{letter}_base", tensor, "b", "h"), f"tl.store({place}, ({product}).to({tensor}.dtype.element_ty), mask={inside})"]
     return lines
-
-
-def _store_sum(gradient: LoadGradient) -> list[str]:
-    kept = len(set(gradient.letters) & {"b", "h"})
-    place = {2: "kept", 1: "chunk.to(tl.int64) * kept_count + kept", 0: "chunk"}[kept]
-    return [
-        f"place = G0 + ({place}).to(tl.int64) * Lq * Lk",
-        "tl.store(place + q_rows[None, :] * Lk + k_rows[:, None], acc.to(G0.dtype.element_ty), mask=q_in[None, :] & k_in[:, None])",
-    ]

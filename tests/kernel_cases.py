@@ -378,7 +378,8 @@ def _groups(m: _Maker) -> Form:
     n = (d.hq + 1) // 2
     first = m.emit("lt", m.index("h"), m.b.const(n))
     own = m.load(m.floats(n, d.lq, d.lk), (m.emit("min", m.index("h"), m.b.const(n - 1)), m.index("q"), m.index("k")), True)
-    other = m.load(m.floats(max(d.hq - n, 1)), (m.emit("max", m.emit("sub", m.index("h"), m.b.const(n)), m.zero()),), True)
+    later = m.emit("max", m.emit("sub", m.index("h"), m.b.const(n)), m.zero())
+    other = m.load(m.floats(max(d.hq - n, 1), d.lk), (later, m.index("k")), True)
     scale = m.emit("where", first, m.b.const(1.0), m.b.const(0.5))
     scores = m.emit("add", m.emit("mul", m.scaled, scale), m.emit("where", first, own, other))
     near = m.emit("lt", m.emit("abs", m.distance()), m.b.const(9))

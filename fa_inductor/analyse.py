@@ -372,7 +372,8 @@ class Region:
         allowed = {"q": {B, H, Q, DIM}, "k": {B, H, K, DIM}, "v": {B, H, K, DV}}
         for which, names in allowed.items():
             node, at = lifted.operand(which)
-            stray = set().union(*(i.free_symbols for i in at)) & (set(space.extent) - names)
+            below = [index for _, index in chain(self.context, space, node, at)]  # a head that all queries of a group share is expanded to them
+            stray = min((set().union(*(i.free_symbols for i in index)) & (set(space.extent) - names) for index in below), key=len)
             if stray:
                 words = sorted({"the part of a concatenation" if isinstance(s, sympy.Dummy) else str(s) for s in stray})
                 raise refuse(NOT_CANONICAL, f"{which.upper()} is read at an index that depends on {', '.join(words)}", node)

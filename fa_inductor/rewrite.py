@@ -98,9 +98,10 @@ class SiteEmitter(Emitter):
         return node if node.meta["val"].dtype == dtype else self.call(aten.to.dtype, node, dtype)
 
     def own(self, node: fx.Node) -> fx.Node:
-        """``node``, or a copy where it is written to later and the backward pass would find it changed."""
+        """``node``, or a copy where it is written to later and the backward pass would find it changed (a plain clone would be removed)."""
         saved = bool(self.context.needs_grad)
-        return self.call(aten.clone.default, node) if saved and self.context.is_written_after(node, self.context.order[self.before]) else node
+        written = saved and self.context.is_written_after(node, self.context.order[self.before])
+        return self.call(torch.ops.fa_inductor.own_copy.default, node) if written else node
 
     def trained(self, node: fx.Node, source: fx.Node) -> fx.Node:
         """``node``, detached where eager gives ``source`` no gradient: the op would give zeros."""

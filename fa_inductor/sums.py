@@ -39,11 +39,42 @@ class Term:
         return Term(self.map, (*self.weights, (target, weight)))
 
 
+class Removed:
+    """Nodes taken out of a graph, with all that is needed to make them again; several products may have shared them."""
+
+    def __init__(self) -> None:
+        self.how: dict[fx.Node, dict[str, Any]] = {}
+        self.made: dict[fx.Node, fx.Node] = {}
+
+    def take(self, node: fx.Node) -> None:
+        """Erase ``node`` and what only it used."""
+        if node.users or node.op != "call_function" or node.is_impure():
+            return
+        inputs = node.all_input_nodes
+        self.how[node] = {name: getattr(node, name) for name in ("target", "args", "kwargs", "meta")}
+        node.graph.erase_node(node)
+        for n in inputs:
+            self.take(n)
+
+    def again(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """``node``, made again before another node if it was taken; to be asked for in the order of the graph."""
+        if node not in self.how:
+            return node
+        if node not in self.made:
+            how = self.how[node]
+            args, kwargs = fx.node.map_arg((how["args"], how["kwargs"]), lambda n: self.again(n, before))
+            with before.graph.inserting_before(before):
+                self.made[node] = before.graph.call_function(how["target"], args, kwargs)
+            self.made[node].meta = how["meta"]
+        return self.made[node]
+
+
 @dataclass
 class Sum:
     """One product, taken out of the graph with what only it used; ``output`` stands in for it."""
 
-    removed: list[tuple[fx.Node, dict[str, Any]]]
+    product: fx.Node
+    removed: Removed
     output: fx.Node
     parts: tuple[fx.Node, ...]
     writer: Writer
@@ -52,23 +83,18 @@ class Sum:
         """Where no part was fused (its node would be gone), put the product back and drop what stood in for it."""
         if any(part._erased for part in self.parts):
             return
-        known: dict[fx.Node, fx.Node] = {}
-        for node, how in reversed(self.removed):
-            with self.output.graph.inserting_before(self.output):
-                args, kwargs = fx.node.map_arg((how["args"], how["kwargs"]), lambda n: known.get(n, n))
-                known[node] = self.output.graph.call_function(how["target"], args, kwargs)
-            known[node].meta = how["meta"]
-        self.output.replace_all_uses_with(known[self.removed[0][0]])
+        self.output.replace_all_uses_with(self.removed.again(self.product, self.output))
         self.writer.erase()
 
 
 def write_out(gm: fx.GraphModule) -> list[Sum]:
     """Replace the products of sums of probabilities."""
     products = [n for n in gm.graph.nodes if name_of(n) in ("matmul", "bmm") and isinstance(n.args[0], fx.Node)]
-    return [found for found in map(_guarded, products) if found is not None]
+    removed = Removed()
+    return [found for product in products if (found := _guarded(product, removed)) is not None]
 
 
-def _guarded(product: fx.Node) -> Sum | None:
+def _guarded(product: fx.Node, removed: Removed) -> Sum | None:
     """A product that cannot be written out stays as it is."""
     maps = product.args[0]
     assert isinstance(maps, fx.Node)
@@ -78,7 +104,7 @@ def _guarded(product: fx.Node) -> Sum | None:
         return None
     writer = Writer(product)
     try:
-        return _write_out(product, terms, writer)
+        return _write_out(product, terms, writer, removed)
     except Exception as error:
         log.get().warning("a product of a sum of probabilities stays as it is: %s", error, exc_info=True)
         writer.erase()
@@ -151,8 +177,8 @@ def _moves(product: fx.Node, terms: list[Term]) -> bool:
     return not any(n.target is torch._C._set_grad_enabled or getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in between)
 
 
-def _write_out(product: fx.Node, terms: list[Term], writer: Writer) -> Sum:
-    values: Any = product.args[1]
+def _write_out(product: fx.Node, terms: list[Term], writer: Writer, removed: Removed) -> Sum:
+    values = writer.cast(product.args[1])  # type: ignore[arg-type]  # autocast may have cast both
     known: dict[Any, fx.Node] = {}
     parts = []
     total: fx.Node | None = None
@@ -167,20 +193,8 @@ def _write_out(product: fx.Node, terms: list[Term], writer: Writer) -> Sum:
     assert output.meta["val"].shape == product.meta["val"].shape, f"{output.meta['val'].shape} is not {product.meta['val'].shape}"
     output.meta["val"] = product.meta["val"]
     product.replace_all_uses_with(output)
-    return Sum(list(_removed(product)), output, tuple(parts), writer)
-
-
-def _removed(product: fx.Node) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
-    """Erase ``product`` and what only it used, users first; with all that is needed to make them again."""
-    queue = [product]
-    while queue:
-        node = queue.pop()
-        if node._erased or node.users or node.op != "call_function" or node.is_impure():
-            continue
-        how = {name: getattr(node, name) for name in ("target", "args", "kwargs", "meta")}
-        queue += node.all_input_nodes
-        node.graph.erase_node(node)
-        yield node, how
+    removed.take(product)
+    return Sum(product, removed, output, tuple(parts), writer)
 
 
 def _product(node: fx.Node, values: fx.Node, writer: Writer, known: dict[Any, fx.Node]) -> tuple[fx.Node, fx.Node]:

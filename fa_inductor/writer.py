@@ -21,10 +21,10 @@ class Writer:
     def emit(self, target: Any, *args: Any) -> fx.Node:
         with self.node.graph.inserting_before(self.node):
             emitted = self.node.graph.call_function(target, args)
+        self.added.append(emitted)
         emitted.meta = {k: v for k, v in self.node.meta.items() if k not in ("val", "example_value")}
         with fake_mode_of(emitted), without_autocast(self.node.meta["val"].device.type):
             emitted.meta["val"] = target(*(_value(a) for a in args))
-        self.added.append(emitted)
         return emitted
 
     def cast(self, x: fx.Node) -> fx.Node:

@@ -332,3 +332,45 @@ def test_a_scale_from_the_length_does_not_recompile(scale: Callable[[Tensor], An
         q, k, v = (torch.randn(batch, H, length, D) for _ in range(3))
         torch.testing.assert_close(compiled(q, k, v), (q @ k.mT / scale(q)).softmax(-1) @ v, rtol=1e-4, atol=1e-5)
     assert compilations.frame_count == 1
+
+
+class Annealed(torch.nn.Module):
+    """A bias that is changed after it was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.randn(H, L, L))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = (q @ k.mT + self.bias).softmax(-1) @ v
+        self.bias.mul_(0.5)
+        return out
+
+
+class Counted(torch.nn.Module):
+    """A mask that depends on a number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(3))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = (q @ k.mT).masked_fill(torch.arange(L) > self.seen, -1e9).softmax(-1) @ v
+        self.seen += 2
+        return out
+
+
+@pytest.mark.parametrize("module", [Annealed, Counted])
+@pytest.mark.parametrize("kernel", ["auto", "tiled"])
+def test_what_is_written_after_its_use_is_kept_for_the_gradient(module: type[torch.nn.Module], kernel: str) -> None:
+    """With all of Inductor, which takes plain copies away."""
+    found = []
+    inputs = qkv()
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        model = module()
+        call = torch.compile(model, backend="flashattn", options={"kernel": kernel, "strict": True}) if compiled else model
+        found.append(torch.autograd.grad(call(*inputs).square().sum(), inputs))
+    for eager, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)

@@ -520,6 +520,18 @@ def probabilities_returned(q, k, v):
     return p @ v, p.mean(1)
 
 
+@form(lambda: [rand(B, 8, 1, D), rand(B, 1, L, D), rand(B, 1, L, D)])
+def one_query_of_many_heads_and_one_key_head(q, k, v):
+    """A step of decoding: the heads are then as good as queries."""
+    return (q @ k.repeat_interleave(8, 1).mT * 0.3).softmax(-1) @ v.repeat_interleave(8, 1)
+
+
+@form(lambda: [rand(B, 8, 1, D), rand(B, 1, L, D), rand(B, 1, L, D)])
+def one_query_and_a_key_head_that_is_expanded(q, k, v):
+    k, v = (x[:, :, None].expand(B, 1, 8, L, D).reshape(B, 8, L, D) for x in (k, v))
+    return (q @ k.mT).masked_fill(~padded()[:, None, None], -1e9).softmax(-1) @ v
+
+
 # -- groups of heads that are treated apart and joined again ------------------------------------------------------------------
 @form(lambda: [*qkv(), rand(2), rand(1)])
 def slopes_of_two_groups(q, k, v, s, t):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fusing import check, rewritten, sites_of
+from fusing import assert_close, check, rewritten, sites_of
 from torch import Tensor
 
 B, H, L, D = 2, 3, 17, 8
@@ -119,6 +119,34 @@ def test_a_dropout_on_each_map() -> None:
         for _ in range(400):
             total += compiled(*inputs)
     assert float((total / 400 - expected).abs().mean()) < 0.1 * float(expected.abs().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype: torch.dtype) -> None:
+    """The maps are float32 there, and the product has another precision."""
+    inputs = two_inputs()
+    with torch.autocast("cpu", dtype):
+        result, sites = sites_of(two, *inputs)
+        eager = two(*inputs)
+    exact = two(*(x.detach().double() for x in inputs))
+    assert [s.fused for s in sites] == [True, True] and result.dtype == eager.dtype
+    assert_close(result, eager, exact)
+
+
+def test_two_products_of_one_sum() -> None:
+    """Neither is fused, since the dropped probabilities are used twice; both are put back, though they shared the sum."""
+
+    def twice(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = F.dropout(maps(q, k), 0.5).chunk(2, 1)
+        return (first - weight * second) @ v, (first - weight * second) @ v.flip(0)
+
+    inputs = shared_inputs()
+    torch.manual_seed(3)
+    results, (site,) = sites_of(twice, *inputs)
+    assert site.refusal is not None and site.refusal.code == "escape_after_dropout", str(site)
+    torch.manual_seed(3)
+    for ours, eager in zip(results, twice(*inputs)):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", [dropped, cut, along_keys])

@@ -26,7 +26,7 @@ class Emitter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.append(target, args, kwargs, None)
         with fake_mode_of(node if node.all_input_nodes else self.before):
-            node.meta["val"] = target(*(_value(a) for a in args), **kwargs)
+            node.meta["val"] = target(*(fake_value(a) for a in args), **kwargs)
         return node
 
     def append(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
@@ -72,10 +72,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.emitter.size(as_expr(x)) if isinstance(x, torch.SymInt) else x
 
 
-def _value(x: Any) -> Any:
+def fake_value(x: Any) -> Any:
     """Fake value of an argument, lists included."""
     if isinstance(x, (list, tuple)):
-        return [_value(y) for y in x]
+        return [fake_value(y) for y in x]
     return x.meta["val"] if isinstance(x, fx.Node) else x
 
 

@@ -83,8 +83,7 @@ def _holds_in_half(site: AttentionSite) -> bool:
     nodes, at = site.program.nodes, site.program.result
     while nodes[at].op == "where" and nodes[nodes[at].args[2]].op == "const":
         at = nodes[at].args[1]
-    core = ProgramBuilder()
-    core.captures, core.n_sizes = list(site.program.captures), site.program.n_sizes
+    core = ProgramBuilder.like(site.program)
     return moderate(core.finish(core.inline(site.program)[at]), _LARGE, finite_among(c.node for c in site.captures))
 
 
@@ -111,8 +110,7 @@ def _chosen(program: ScoreProgram, at: int, literal: float) -> ScoreProgram | No
     here = [arm.op == "const" and arm.value == literal for arm in arms]
     if sum(here) != 1:
         return None
-    builder = ProgramBuilder()
-    builder.captures, builder.n_sizes = list(program.captures), program.n_sizes
+    builder = ProgramBuilder.like(program)
     condition = builder.inline(program)[node.args[0]]
     return builder.finish(condition if here[0] else builder.emit("not", condition))
 

@@ -171,9 +171,8 @@ def _is_map(node: fx.Node, maps: fx.Node) -> bool:
 
 def _moves(product: fx.Node, terms: list[Term]) -> bool:
     """May everything between be computed at the product instead: no op in between changes a tensor, or whether gradients are recorded?"""
-    nodes = list(product.graph.nodes)
-    first = min(nodes.index(n) for n in {t.map for t in terms} | {w for t in terms for _, w in t.weights if isinstance(w, fx.Node)})
-    between = [n for n in nodes[first : nodes.index(product)] if n.op == "call_function"]
+    first = min({t.map for t in terms} | {w for t in terms for _, w in t.weights if isinstance(w, fx.Node)})
+    between = [n for n in product.graph.nodes if first <= n < product and n.op == "call_function"]
     return not any(n.target is torch._C._set_grad_enabled or getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in between)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .emitter import fake_mode_of
+from .emitter import fake_mode_of, fake_value
 from .kernel_support import without_autocast
 
 
@@ -24,7 +24,7 @@ class Writer:
         self.added.append(emitted)
         emitted.meta = {k: v for k, v in self.node.meta.items() if k not in ("val", "example_value")}
         with fake_mode_of(emitted), without_autocast(self.node.meta["val"].device.type):
-            emitted.meta["val"] = target(*(_value(a) for a in args))
+            emitted.meta["val"] = target(*(fake_value(a) for a in args))
         return emitted
 
     def cast(self, x: fx.Node) -> fx.Node:
@@ -36,9 +36,3 @@ class Writer:
         for node in reversed(self.added):
             if not node._erased and not node.users:
                 node.graph.erase_node(node)
-
-
-def _value(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return [_value(y) for y in x]
-    return x.meta["val"] if isinstance(x, fx.Node) else x

@@ -190,8 +190,7 @@ def _minus(a: Affine) -> Affine:
 
 def _holds_on_diagonal(program: ScoreProgram, predicate: int) -> bool:
     """Is the predicate true for k = q whatever the captured tensors hold (the same document as itself)?"""
-    builder = ProgramBuilder()
-    builder.captures = list(program.captures)
+    builder = ProgramBuilder.like(program)
     q = builder.index("q")
     leaves = {i: q for i, n in enumerate(program.nodes) if n.op == "index" and n.value == "k"}
     at = builder.inline(program, leaves)[predicate]

@@ -38,8 +38,7 @@ class _Affine:
 
     def __init__(self, program: ScoreProgram) -> None:
         self.nodes = program.nodes
-        self.builder = ProgramBuilder()
-        self.builder.captures, self.builder.n_sizes = list(program.captures), program.n_sizes
+        self.builder = ProgramBuilder.like(program)
         self.placed = self.builder.inline(program)
         self.replaced: list[float] = []
 

@@ -35,6 +35,13 @@ class ProgramBuilder:
         self.n_sizes = 0
         self._known: dict[tuple[object, ...], int] = {}
 
+    @classmethod
+    def like(cls, program: ScoreProgram) -> ProgramBuilder:
+        """An empty builder with the captures and sizes of ``program``."""
+        builder = cls()
+        builder.captures, builder.n_sizes = list(program.captures), program.n_sizes
+        return builder
+
     # -- leaves --------------------------------------------------------------------------------------------------------
     def const(self, value: bool | int | float) -> int:
         kind = literal_type(value)

@@ -22,9 +22,7 @@ def differentiate(program: ScoreProgram, wanted: Collection[int] = ()) -> tuple[
         the program ``(y, dscore, dload…)``, and for each ``dload`` the pair (capture number, node of the load in the
         returned program, from which its index nodes are read).
     """
-    builder = ProgramBuilder()
-    builder.captures = list(program.captures)
-    builder.n_sizes = program.n_sizes
+    builder = ProgramBuilder.like(program)
     placed = builder.inline(program)
     gradients: dict[int, int] = {placed[program.result]: builder.grad()}
     forward = len(builder.nodes)

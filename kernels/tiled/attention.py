@@ -68,8 +68,7 @@ def compile_plan(plan: Plan) -> Compiled:
     masked = mask is not None and mask.only_these_terms and all(t.kind == "key" or t.bound is not None for t in mask.terms)
     core = plan.program
     if mask is not None and masked:
-        builder = ProgramBuilder()
-        builder.captures, builder.n_sizes = list(core.captures), core.n_sizes
+        builder = ProgramBuilder.like(core)
         visible = builder.const(True)
         placed = builder.inline(core, {t.node: visible for t in mask.terms})
         core = builder.finish(placed[core.result])

@@ -138,7 +138,6 @@ class Visibility:
 
 def prune(program: ScoreProgram, *results: int) -> ScoreProgram:
     """The part of ``program`` that ``results`` need."""
-    builder = ProgramBuilder()
-    builder.captures, builder.n_sizes = list(program.captures), program.n_sizes
+    builder = ProgramBuilder.like(program)
     placed = builder.inline(program)
     return builder.finish(*(placed[r] for r in results))

@@ -146,15 +146,12 @@ class _Sums:
     """Where the gradient of a capture that is indexed by q and k goes: as (B or 1, H or 1, Lq, Lk), in chunks that ``fa2_sum`` adds up."""
 
     def __init__(self, inputs: Inputs, gradient: LoadGradient, tiles_each: Size, programs: int = _PROGRAMS) -> None:
-        batch, heads, length, _ = inputs.q.shape
-        by_batch, by_head = ("b" in gradient.letters), ("h" in gradient.letters)
-        self.batch = batch
-        self.shape = (batch if by_batch else 1, heads if by_head else 1, length, inputs.k.shape[2])
+        self.batch = inputs.q.shape[0]
+        (batches, heads), self.chunks = _kept(inputs, gradient, tiles_each, programs)
+        self.shape = (batches, heads, inputs.q.shape[2], inputs.k.shape[2])
         self.elements = self.shape[0] * self.shape[1] * self.shape[2] * self.shape[3]
-        grid = tiles_each * self.shape[0] * self.shape[1]
-        self.whole = by_batch and by_head
-        self.chunks = 1 if self.whole else _chunks(programs, grid, (1 if by_batch else batch) * (1 if by_head else heads))
-        self.programs = grid * self.chunks
+        self.whole = {"b", "h"} <= set(gradient.letters)
+        self.programs = tiles_each * batches * heads * self.chunks
         dtype = torch.float32 if gradient.axes is None else inputs.captures[gradient.capture].dtype
         self.out = torch.empty(self.shape, dtype=dtype, device=inputs.q.device)
         # flat, so that no shape holds the number of chunks and nothing asks whether it is 1
@@ -187,21 +184,26 @@ def _is_table(plan: Plan, inputs: Inputs, gradient: LoadGradient) -> bool:
 
 def _table(plan: Plan, inputs: Inputs, shared: dict[str, Any], gradient: LoadGradient) -> Tensor:
     """Gradient of a table, in fp32, without a (q, k) tensor in memory."""
-    batch, heads, length, _ = inputs.q.shape
-    letters, options = gradient.letters, _options(plan, "dense")
-    kept = (batch if "b" in letters else 1) * (heads if "h" in letters else 1)
-    grid = tiles(length, options["BLOCK_M"]) * tiles(inputs.k.shape[2], options["BLOCK_N"]) * kept
-    whole = "b" in letters and "h" in letters
-    chunks = 1 if whole else _chunks(_PROGRAMS, grid, (1 if "b" in letters else batch) * (1 if "h" in letters else heads))
+    options = _options(plan, "dense")
+    grid = tiles(inputs.q.shape[2], options["BLOCK_M"]) * tiles(inputs.k.shape[2], options["BLOCK_N"])
+    (batches, heads), chunks = _kept(inputs, gradient, grid, _PROGRAMS)
     out = torch.zeros(inputs.captures[gradient.capture].shape, dtype=torch.float32, device=inputs.q.device)
-    launch(dense_kernel(plan, gradient, True), grid * chunks, shared | {"G0": out, "B": batch, "CHUNKS": chunks}, **options)
+    launch(dense_kernel(plan, gradient, True), grid * batches * heads * chunks, shared | {"G0": out, "B": inputs.q.shape[0], "CHUNKS": chunks}, **options)
     return out
 
 
-def _chunks(wanted_programs: int, programs: Size, members: Size) -> Size:
-    """Parts that the sum over ``members`` is split into, so that about so many programs run; may be symbolic."""
-    wanted = torch.sym_max(1, wanted_programs // programs)
-    return torch.sym_min(wanted, members)
+def _kept(inputs: Inputs, gradient: LoadGradient, tiles_each: Size, programs: int) -> tuple[tuple[Size, Size], Size]:
+    """Batches and heads with sums of their own, and the chunks that each sum over the others is split into, so that about so many programs run.
+
+    May be symbolic.
+    """
+    batch, heads = inputs.q.shape[:2]
+    by_batch, by_head = ("b" in gradient.letters), ("h" in gradient.letters)
+    kept = (batch if by_batch else 1, heads if by_head else 1)
+    if by_batch and by_head:
+        return kept, 1
+    wanted = torch.sym_max(1, programs // (tiles_each * kept[0] * kept[1]))
+    return kept, torch.sym_min(wanted, (1 if by_batch else batch) * (1 if by_head else heads))
 
 
 def _gather(inputs: Inputs, capture: int, sums: list[tuple[LoadGradient, Tensor]], tables: list[Tensor]) -> Tensor:

@@ -71,7 +71,7 @@ def _load_gradient(program: ScoreProgram, capture: int, node: int, result: int) 
     axes = load_axes(program, program.nodes[node])
     indices = None
     if axes is None:
-        builder = _builder(program)
+        builder = ProgramBuilder.like(program)
         placed = builder.inline(ScoreProgram(program.nodes[:node], args, program.captures, program.n_sizes))
         indices = builder.finish(*(placed[i] for i in args))
     return LoadGradient(capture, letters, axes, indices, result)
@@ -177,7 +177,7 @@ class Traits:
         program = self.plan.program
         if self.mask is None:
             return program
-        builder = _builder(program)
+        builder = ProgramBuilder.like(program)
         yes = builder.const(True)
         placed = builder.inline(program, {t.node: yes for t in self.mask.terms})
         return builder.finish(placed[program.result])
@@ -188,7 +188,7 @@ class Traits:
     def forward_flavour(self, edge: bool) -> Flavour:
         program = self.plan.program if edge else self.interior
         folded = self._folds(program)
-        builder = _builder(program)
+        builder = ProgramBuilder.like(program)
         root = builder.inline(program)[program.result]
         result = builder.finish(scaled(builder, root, LOG2E) if folded else root)
         return Flavour(result, edge, folded, score_scale(program, program.result), self._minus_infinity(program))
@@ -203,7 +203,7 @@ class Traits:
         derived, sites = differentiate(program, sorted(wanted))
         folded = self._folds(program)
         factor = self.factor
-        builder = _builder(derived)
+        builder = ProgramBuilder.like(derived)
         placed = builder.inline(derived)
         y, dscore, *loads = (placed[r] for r in derived.results)
         y = scaled(builder, y, LOG2E) if folded else y
@@ -220,10 +220,3 @@ class Traits:
             derived, _ = differentiate(program)
             found.add(constant_factor(derived, derived.results[1]))
         return found.pop() if len(found) == 1 else 1.0
-
-
-def _builder(program: ScoreProgram) -> ProgramBuilder:
-    builder = ProgramBuilder()
-    builder.captures = list(program.captures)
-    builder.n_sizes = program.n_sizes
-    return builder

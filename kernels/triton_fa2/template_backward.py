@@ -99,7 +99,8 @@ def gradient_tile(
     """Statements that define ``pv`` (what multiplies dO) and ``ds``; and the expressions of the results ``values``.
 
     Expects ``q_t k_t v_t do_t lse low delta q_idx k_idx`` and, on edge tiles, the column condition ``k_in`` (and ``q_in``).
-    ``own_delta``: the tile holds whole rows, so that delta = rowsum(P dP) is computed here.
+    ``own_delta``: the tile holds whole rows, so that delta = rowsum(P dP) is computed here, and fp32 rows are made to sum to 1:
+    the rounding of an lse of 300 alone changes a row's sum by 1e-5, and dP - delta then no longer cancels where one key takes all.
     """
     precision = traits.precision
     along_q, along_k, shape = ("[:, None]", "[None, :]", "[BLOCK_M, BLOCK_N]") if rows else ("[None, :]", "[:, None]", "[BLOCK_N, BLOCK_M]")
@@ -116,6 +117,8 @@ def gradient_tile(
         lines += [f'y = tl.where(k_in{along_k}, {y}, float("-inf"))']
         y = "y"
     lines += [_probabilities(traits, flavour, y, along_q)]
+    if own_delta and traits.precision:
+        lines += [f"total = tl.sum(p, {1 if rows else 0})", f"p = p * tl.where(total > 0, 1.0 / total, 1.0){along_q}"]
     post_hoisted, post_lines, factor = post_factor(traits, loop, f"p{name}")
     lines += post_lines
     weight = factor

@@ -2,8 +2,9 @@
 
     delta = rowsum(P * dP)     dV = (P * post * dropout)^T dO     dK = dscore^T Q     dQ = dscore K     dC = sum over (b, h) of dscore dprogram/dC
 
-The scores are computed once for all gradients, and delta in registers. A program walks over the (b, h) that share an entry of the
-captured tensor whose gradient it sums (see ``fa2_backward_dense``), or has one (b, h) where there is none.
+The scores are computed once for all gradients, and delta in registers (fp32 rows are normalised again, see ``gradient_tile``). A
+program walks over the (b, h) that share an entry of the captured tensor whose gradient it sums (see ``fa2_backward_dense``), or has one
+(b, h) where there is none.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from triton_interpreted import Worker
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
-ROUNDED_DIFFERENTLY = {"corner_cube", "scale_learned"}
-"""Scores in the hundreds, and one number's gradient summed over all scores: errors of 1 to 3e-5 in the interpreter, within the rule on a GPU."""
+ROUNDED_DIFFERENTLY = {"scale_learned"}
+"""One number's gradient, summed over all scores: an error of 1e-5 in the interpreter by chance, within the rule on a GPU."""
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ for both maps.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,29 @@ from torch import fx
 from . import log
 from .find import is_dropout
 from .patterns import softmax, views
+from .patterns.batch_slices import Share, share_of
+from .patterns.contraction import labels_of
 from .patterns.exponentials import CASTS, DIVISIONS, MULTIPLICATIONS, SUBTRACTIONS
-from .patterns.views import argument, name_of
+from .patterns.views import name_of
 from .writer import Writer
 
 aten = torch.ops.aten
 _CASTS = (*CASTS, "type_as")
+
+
+@dataclass(frozen=True)
+class Product:
+    """``node`` as ``(maps @ values.permute(order)[places])``, its dimensions then put in the order ``out``; None where nothing is to be moved.
+
+    ``places`` are the dimensions of size 1 that the permuted values get.
+    """
+
+    node: fx.Node
+    maps: fx.Node
+    values: fx.Node
+    order: tuple[int, ...] | None = None
+    places: tuple[int, ...] = ()
+    out: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,20 +107,47 @@ class Sum:
 
 def write_out(gm: fx.GraphModule) -> list[Sum]:
     """Replace the products of sums of probabilities."""
-    products = [n for n in gm.graph.nodes if name_of(n) in ("matmul", "bmm") and isinstance(n.args[0], fx.Node)]
     removed = Removed()
-    return [found for product in products if (found := _guarded(product, removed)) is not None]
+    nodes = [n for n in gm.graph.nodes if name_of(n) in ("matmul", "bmm", "einsum")]
+    return [found for node in nodes if (found := next((x for x in (_guarded(p, removed) for p in _products(node)) if x), None)) is not None]
 
 
-def _guarded(product: fx.Node, removed: Removed) -> Sum | None:
+def _products(node: fx.Node) -> Iterator[Product]:
+    """The ways to read ``node`` as probabilities times values."""
+    left, right = (node.args[0], node.args[1]) if name_of(node) != "einsum" else (None, None)
+    if isinstance(left, fx.Node) and isinstance(right, fx.Node):
+        yield Product(node, left, right)
+        return
+    operands: Any = node.args[1]
+    labels = labels_of(node)
+    if labels is None:
+        return
+    words, out = labels
+    for maps, values in ((0, 1), (1, 0)):
+        if len(words[maps]) < 2:
+            continue
+        *batch, query, key = words[maps]
+        others = [x for x in words[values] if x not in (*batch, key)]
+        if len(others) != 1 or key not in words[values] or sorted(out) != sorted([*batch, query, *others]):
+            continue
+        rest = [*(x for x in batch if x in words[values]), key, *others]
+        yield Product(
+            node,
+            operands[maps],
+            operands[values],
+            tuple(words[values].index(x) for x in rest),
+            tuple(i for i, x in enumerate(batch) if x not in words[values]),
+            tuple([*batch, query, *others].index(x) for x in out),
+        )
+
+
+def _guarded(product: Product, removed: Removed) -> Sum | None:
     """A product that cannot be written out stays as it is."""
-    maps = product.args[0]
-    assert isinstance(maps, fx.Node)
-    values: Any = product.args[1]
+    maps, values = product.maps, product.values
     terms = list(_terms(maps)) if min(maps.meta["val"].dim(), values.meta["val"].dim()) > 1 else []
-    if len(terms) < 2 or not all(_is_map(t.map, maps) for t in terms) or not _moves(product, terms):
+    if len(terms) < 2 or not all(_is_map(t.map, maps) for t in terms) or not _moves(product.node, terms):
         return None
-    writer = Writer(product)
+    writer = Writer(product.node)
     try:
         return _write_out(product, terms, writer, removed)
     except Exception as error:
@@ -115,10 +160,12 @@ def _terms(node: fx.Node) -> Iterator[Term]:
     """What ``node`` is the sum of."""
     name: str = name_of(node)
     args: Any = node.args
-    if name in ("add", *SUBTRACTIONS) and all(isinstance(a, fx.Node) for a in args[:2]) and node.kwargs.get("alpha", 1) == 1:
+    alpha: Any = node.kwargs.get("alpha", 1)
+    if name in ("add", *SUBTRACTIONS) and all(isinstance(a, fx.Node) for a in args[:2]) and isinstance(alpha, (int, float)):
         yield from _terms(args[0])
+        weight = -float(alpha) if name in SUBTRACTIONS else float(alpha)
         for term in _terms(args[1]):
-            yield term.times(aten.mul.Tensor, -1.0) if name in SUBTRACTIONS else term
+            yield term if weight == 1 else term.times(aten.mul.Tensor, weight)
     elif name == "neg":
         yield from (t.times(aten.mul.Tensor, -1.0) for t in _terms(args[0]))
     elif (name == "dropout" and not is_dropout(node)) or (name in _CASTS and args[0].meta["val"].dtype.is_floating_point):
@@ -176,8 +223,13 @@ def _moves(product: fx.Node, terms: list[Term]) -> bool:
     return not any(n.target is torch._C._set_grad_enabled or getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in between)
 
 
-def _write_out(product: fx.Node, terms: list[Term], writer: Writer, removed: Removed) -> Sum:
-    values = writer.cast(product.args[1])  # type: ignore[arg-type]  # autocast may have cast both
+def _write_out(product: Product, terms: list[Term], writer: Writer, removed: Removed) -> Sum:
+    node = product.node
+    values = writer.cast(product.values)  # autocast may have cast both
+    if product.order is not None:
+        values = writer.emit(aten.permute.default, values, list(product.order))
+    for dim in product.places:
+        values = writer.emit(aten.unsqueeze.default, values, dim)
     known: dict[Any, fx.Node] = {}
     parts = []
     total: fx.Node | None = None
@@ -188,59 +240,39 @@ def _write_out(product: fx.Node, terms: list[Term], writer: Writer, removed: Rem
             out = writer.emit(target, out, weight)
         total = out if total is None else writer.emit(aten.add.Tensor, total, out)
     assert total is not None
+    if product.out is not None:
+        total = writer.emit(aten.permute.default, total, list(product.out))
     output = writer.emit(aten.to.dtype, total, writer.dtype)
-    assert output.meta["val"].shape == product.meta["val"].shape, f"{output.meta['val'].shape} is not {product.meta['val'].shape}"
-    output.meta["val"] = product.meta["val"]
-    product.replace_all_uses_with(output)
-    removed.take(product)
-    return Sum(product, removed, output, tuple(parts), writer)
+    assert output.meta["val"].shape == node.meta["val"].shape, f"{output.meta['val'].shape} is not {node.meta['val'].shape}"
+    output.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(output)
+    removed.take(node)
+    return Sum(node, removed, output, tuple(parts), writer)
 
 
 def _product(node: fx.Node, values: fx.Node, writer: Writer, known: dict[Any, fx.Node]) -> tuple[fx.Node, fx.Node]:
     """The product of a map with the values, and what of it belongs to ``node``: itself, or its share of a whole tensor of maps."""
-    source, dim, count, at = _slice_of(node)
-    if count is None:
+    share = share_of(node)
+    if share is None:
         part = writer.emit(aten.matmul.default, writer.cast(node), values)
         return part, part
-    key = source, dim, count
-    after = source.meta["val"].dim() - dim  # dimensions from ``dim`` on
-    own = values.meta["val"].dim() - after  # the same dimension of the values, if they have it
-    if key not in known:
-        if not count:
-            beside = writer.emit(aten.unsqueeze.default, values, own + 1) if own >= -1 else values
-        elif own >= 0 and values.meta["val"].shape[own] != 1:  # every slice meets the same values
-            beside = writer.emit(aten.cat.default, [values] * count, own)
-        else:
-            beside = values
-        known[key] = writer.emit(aten.matmul.default, writer.cast(source), beside)
-    if not count:
-        return known[key], writer.emit(aten.select.int, known[key], dim, at)
-    each = node.meta["val"].shape[dim]
-    return known[key], writer.emit(aten.slice.Tensor, known[key], dim, at * each, (at + 1) * each)
+    if share.key not in known:
+        known[share.key] = writer.emit(aten.matmul.default, writer.cast(share.source), _beside(values, share, writer))
+    whole = known[share.key]
+    if share.selects:
+        return whole, writer.emit(aten.select.int, whole, share.dim, share.at)
+    return whole, writer.emit(operator.getitem, writer.emit(aten.chunk.default, whole, share.count, share.dim), share.at)
 
 
-def _slice_of(node: fx.Node) -> tuple[fx.Node, int, int | None, int]:
-    """(source, dimension, slices, which) if ``node`` is one of equal slices of the source's batch; 0 slices for a select, None if it is not."""
-    while name_of(node) in _CASTS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    source: Any = node.args[0] if node.args else None
-    if name_of(node) == "select":
-        at: Any = argument(node, 2, "index")
-        rank = source.meta["val"].dim()
-        dim = int(argument(node, 1, "dim")) % rank
-        return (source, dim, 0, at) if dim < rank - 2 and isinstance(at, int) else (node, 0, None, 0)
-    if name_of(node) == "getitem" and name_of(node.args[0]) in ("chunk", "split", "unsafe_chunk", "unsafe_split"):
-        pieces, at = node.args
-        assert isinstance(pieces, fx.Node) and isinstance(pieces.args[0], fx.Node) and isinstance(at, int)
-        source = pieces.args[0]
-        dim = int(argument(pieces, 2, "dim", 0)) % source.meta["val"].dim()
-        size, each = source.meta["val"].shape[dim], node.meta["val"].shape[dim]
-        if (
-            dim < source.meta["val"].dim() - 2
-            and isinstance(size, int)
-            and isinstance(each, int)
-            and size % each == 0
-            and len(pieces.meta["val"]) == size // each
-        ):
-            return source, dim, size // each, at
-    return node, 0, None, 0
+def _beside(values: fx.Node, share: Share, writer: Writer) -> fx.Node:
+    """The values that all of ``share.source`` is multiplied with: every share meets the same."""
+    rank = values.meta["val"].dim()
+    own = rank - (share.source.meta["val"].dim() - share.dim)  # the same dimension of the values, if they have it
+    if not share.selects:
+        return values if own < 0 or values.meta["val"].shape[own] == 1 else writer.emit(aten.cat.default, [values] * share.count, own)
+    if own < -1:
+        return values
+    beside = writer.emit(aten.unsqueeze.default, values, own + 1)
+    if own + 1 == rank - 2:  # the innermost of the batch: heads that follow each other share values
+        return beside
+    return writer.emit(aten.expand.default, beside, [-1 if i != own + 1 else share.count for i in range(rank + 1)])

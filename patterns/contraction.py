@@ -94,17 +94,16 @@ def _matrix_product(node: fx.Node, lhs: object, rhs: object, index: tuple[Expr, 
 
 
 def _einsum(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol) -> Contraction | None:
-    equation, operands = node.args[0], node.args[1]
-    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)) or len(operands) != 2:
+    labels = labels_of(node)
+    if labels is None:
         return None
+    operands = node.args[1]
+    assert isinstance(operands, (list, tuple))
     left, right = operands
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     shapes = shape_of(left.meta["val"]), shape_of(right.meta["val"])
-    labels = _labels(equation, [len(s) for s in shapes])
-    if labels is None:
-        return None
     inputs, output = labels
-    if any(len(set(word)) != len(word) for word in (*inputs, output)) or len(output) != len(index):
+    if len(output) != len(index):
         return None
     position = dict(zip(output, index))
     summed = [x for x in dict.fromkeys((*inputs[0], *inputs[1])) if x not in position]
@@ -116,6 +115,15 @@ def _einsum(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol) -> Contract
         return None
     at = [tuple(ZERO if size == 1 and x != summed[0] else position[x] for x, size in zip(word, shape)) for word, shape in zip(inputs, shapes)]
     return Contraction(node, left, at[0], right, at[1], sizes[0])
+
+
+def labels_of(node: fx.Node) -> tuple[list[list[str]], list[str]] | None:
+    """Labels of both operands and of the output of an einsum; None where there are not two, or a label is repeated in one."""
+    equation, operands = node.args[0], node.args[1]
+    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)) or len(operands) != 2:
+        return None
+    labels = _labels(equation, [x.meta["val"].dim() for x in operands if isinstance(x, fx.Node)])
+    return None if labels is None or any(len(set(word)) != len(word) for word in (*labels[0], labels[1])) else labels
 
 
 def _labels(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]] | None:

@@ -113,6 +113,20 @@ def test_where_no_row_can_be_nan() -> None:
     check(attention(torch.nan_to_num, lambda q, k: q @ k.mT * 0.3), qkv())
 
 
+BEFORE: dict[str, Callable[..., Tensor]] = {
+    "fill": lambda q, k: hidden_by_a_fill(q, k).nan_to_num(),
+    "numbers": lambda q, k: torch.nan_to_num(hidden_by_a_fill(q, k), nan=-1e4, neginf=-1e4),
+    "captured": lambda q, k: torch.nan_to_num(added(q, k), nan=-5.0, posinf=4.0, neginf=-30.0),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_on_both_sides(name: str) -> None:
+    """The scores have lost their infinities already, so that no row can be NaN and its gradient is that of any other."""
+    torch.manual_seed(0)
+    check(attention(torch.nan_to_num, BEFORE[name]), qkv())
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_with_dropout(order: str) -> None:
     """Rows without a key stay 0 under a dropout on either side."""
@@ -164,9 +178,9 @@ def test_a_query_that_is_nan() -> None:
         ("nan_gradient", lambda q, k: q @ k.mT + torch.where(padded()[:, None, None], 0.0, -math.inf)),
         ("nan_gradient", lambda q, k: (q @ k.mT).masked_fill(~padded()[:, None, None], -math.inf) + ADDED.exp()),
         ("nan_gradient", lambda q, k: (q @ k.mT + ADDED).masked_fill(~padded()[:, None, None], -math.inf)),
-        ("nan_gradient", lambda q, k: (q @ k.mT).masked_fill(~padded()[:, None, None], -math.inf).nan_to_num(0.0)),
+        ("nan_gradient", lambda q, k: (q @ k.mT).masked_fill(~padded()[:, None, None], -math.inf).nan_to_num(0.0, neginf=-math.inf)),
     ],
-    ids=["captured", "literal", "bias_outside", "captured_inside", "before_the_softmax"],
+    ids=["captured", "literal", "bias_outside", "captured_inside", "nan_alone_before_the_softmax"],
 )
 def test_a_gradient_of_nan_is_refused(code: str, scores: Callable[..., Tensor]) -> None:
     """In eager it reaches the queries, where -inf was added to the scores rather than put in their place."""

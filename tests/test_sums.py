@@ -57,6 +57,51 @@ def test_maps_of_one_tensor(function: Callable[..., Tensor]) -> None:
     check(function, shared_inputs(), sites=1)
 
 
+def soft(q: Tensor, k: Tensor, *shape: int) -> Tensor:
+    p = maps(q, k)
+    return p.view(B, *shape, L, L) if shape else p
+
+
+SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "slices": lambda q, k, v, w: (soft(q, k)[:, :H] - w * soft(q, k)[:, H:]) @ v,
+    "select_of_the_slow_one": lambda q, k, v, w: (soft(q, k, 2, H)[:, 0] - w * soft(q, k, 2, H)[:, -1]) @ v,
+    "unbind": lambda q, k, v, w: torch.matmul((p := soft(q, k, H, 2).unbind(2))[0] - w * p[1], v),
+    "alpha": lambda q, k, v, w: torch.sub(*soft(q, k).chunk(2, 1), alpha=0.3) @ v * w,
+    "alpha_of_a_sum": lambda q, k, v, w: torch.add(*soft(q, k).chunk(2, 1), alpha=-0.3) @ v * w,
+    "einsum": lambda q, k, v, w: torch.einsum("bhqk,bhkd->bhqd", (p := soft(q, k).chunk(2, 1))[0] - w * p[1], v),
+    "einsum_heads_last": lambda q, k, v, w: torch.einsum("bkhd,bhqk->bqhd", v.transpose(1, 2), (p := soft(q, k).chunk(2, 1))[0] - w * p[1]),
+    "einsum_values_of_all_heads": lambda q, k, v, w: torch.einsum("...qk,kd->...qd", (p := soft(q, k).chunk(2, 1))[0] - w * p[1], v[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings(name: str) -> None:
+    check(SPELLINGS[name], shared_inputs(), sites=2 if "slices" in name or "select" in name else 1)
+
+
+def every_second(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    p = soft(q, k)
+    return (p[:, ::2] - w * p[:, 1::2]) @ v
+
+
+def uneven(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    p = soft(q, k)
+    return (p[:, 1:4] - w * p[:, 2:5]) @ v
+
+
+def summed_in_the_einsum(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    p = soft(q, k).chunk(2, 1)
+    return torch.einsum("bhqk,bhkd->bqd", p[0] - w * p[1], v)
+
+
+@pytest.mark.parametrize("function", [every_second, uneven, summed_in_the_einsum])
+def test_what_is_no_equal_share(function: Callable[..., Tensor]) -> None:
+    inputs = shared_inputs()
+    result, (site,) = sites_of(function, *inputs)
+    assert site.refusal is not None and site.refusal.code in ("operand_layout", "scores_reindexed", "not_query_times_key"), str(site)
+    torch.testing.assert_close(result, function(*inputs), rtol=1e-5, atol=1e-6)
+
+
 def test_values_that_all_heads_share() -> None:
     check(halves, [rand(B, 2 * H, L, D), rand(B, 2 * H, L, D), rand(B, 1, L, D), rand(1)], sites=1)
 

@@ -33,6 +33,9 @@ def surely_finite(program: ScoreProgram, *, fill: float | None = None, finite: C
     for i, node in enumerate(program.nodes):
         if node.op == "load" and node.type == "float":
             bound = SCORE if node.value in finite else loads
+        elif (cleaned := _without_infinities(program.nodes, i)) is not None:
+            source, *others = (bounds[a] for a in cleaned)
+            bound = max(LARGEST if math.isinf(source) else source, *others)
         else:
             bound = _bound(node, [bounds[a] for a in node.args], [program.nodes[a] for a in node.args], fill)
         bounds.append(min(bound, LARGEST) if i in given else bound if bound < _INFINITE else math.inf)
@@ -73,6 +76,21 @@ def _finite_with(nodes: tuple[Node, ...], given: Collection[int]) -> set[int]:
         queue += [a for a in below if a not in found]
         found.update(below)
     return found
+
+
+def _without_infinities(nodes: tuple[Node, ...], at: int) -> tuple[int, ...] | None:
+    """(x, what stands in for its NaN and infinities) where the value is ``nan_to_num`` of x: a choice against each in turn."""
+    kept, others, tests, excluded = at, list[int](), list[Node](), set[str]()
+    while nodes[kept].op == "where" and nodes[nodes[kept].args[0]].op == "not":
+        tests.append(nodes[nodes[nodes[kept].args[0]].args[0]])
+        others.append(nodes[kept].args[2])
+        kept = nodes[kept].args[1]
+    for test in tests:
+        if test.op == "ne" and test.args == (kept, kept):
+            excluded.add("nan")
+        elif test.op == "eq" and kept in test.args:
+            excluded |= {str(nodes[a].value) for a in test.args if nodes[a].op == "const"}
+    return (kept, *others) if excluded >= {"nan", "inf", "-inf"} else None
 
 
 def _bound(node: Node, args: list[float], nodes: list[Node], fill: float | None) -> float:

@@ -6,7 +6,9 @@ a break says nothing. But the function that was broken is then still being calle
 
 from __future__ import annotations
 
+import linecache
 import logging
+import os
 import re
 import sys
 import threading
@@ -34,6 +36,7 @@ UNCOMPILED = declare(
     "what such a function computes is not compiled, attention included: take the mark off, or keep products and softmax on one side of the call",
 )
 CHECKPOINT = declare("break_checkpoint", "a checkpoint with a graph break inside runs uncompiled, attention included: remove the break")
+CALLER = declare("break_caller", "TORCH_LOGS=graph_breaks names the break in that function: remove it, or take it out of the loop, try or with that it is in")
 BREAK = declare("graph_break", "change that line so that Dynamo can trace it (TORCH_LOGS=graph_breaks says why it cannot), or move it out of the attention")
 
 _KINDS = (
@@ -51,6 +54,8 @@ _WRAPPERS = (
 )
 _CHECKPOINT = re.compile(r"\bcheckpoint(_sequential)?\(|_checkpointing_func\(")
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)$")
+
+_HERE = os.path.dirname(__file__) + os.sep
 
 Shape = tuple[Any, ...]
 """dtype and sizes of a tensor; a symbolic size is None."""
@@ -175,6 +180,24 @@ def _calls() -> Iterator[tuple[str, int]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def uncompiled_caller() -> Frame | None:
+    """Where the function that is being compiled is called, if the caller itself runs uncompiled.
+
+    Dynamo gives a function up that has a break in a loop, try or with, and says so to nobody; it goes on with what that calls.
+    """
+    frame, called = sys._getframe(1), False
+    while frame is not None:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        called = called or file.endswith("convert_frame.py")  # what lies inside is the compiler: backends and their wrappers
+        if function == "compile_wrapper" and file.endswith("eval_frame.py"):  # what torch.compile returned: its caller is not meant to be compiled
+            return None
+        found = Frame(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip(), function)
+        if called and not found.internal and not file.startswith(_HERE):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def resumed(node: fx.Node) -> tuple[str, int] | None:

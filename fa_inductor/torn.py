@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from . import log
-from .breaks import Break, Shape, active, ended_by, function_of, resumed
+from .breaks import CALLER, Break, Shape, active, ended_by, function_of, resumed, uncompiled_caller
 from .find import Candidate, score_contractions
 from .lift import liftable
-from .location import Frame
+from .location import Frame, place_of
 from .patterns.contraction import NAMES
+from .patterns.softmax import Softmax
 from .refusal import Refusal
 
 _BEFORE = "the graph is broken between the score matmul and the softmax"
@@ -28,7 +29,9 @@ def torn(candidate: Candidate, end: Break | None) -> Refusal | None:
     products = score_contractions(anchor.input)[0]
     if not products:
         before = _break_before(anchor.input, bool(candidate.contractions))
-        return before.refusal(_BEFORE, anchor.output.name) if before else None
+        if before is not None or not candidate.contractions:
+            return before.refusal(_BEFORE, anchor.output.name) if before else None
+        return _given_by_uncompiled(anchor)
     if candidate.contractions or not any(n.op == "output" for n in candidate.others) or not any(map(_pairs_activations, products)):
         return None
     after = end or _break_around(anchor.output)
@@ -47,6 +50,15 @@ def _break_before(scores: fx.Node, reaches_values: bool) -> Break | None:
     if found is not None or at is None or not reaches_values:
         return found
     return next((b for b in breaks if b.at == at), None) or Break("", (Frame(*at, ""),))
+
+
+def _given_by_uncompiled(anchor: Softmax) -> Refusal | None:
+    """The scores are given to a compiled function by one that is not."""
+    caller = uncompiled_caller()
+    if caller is None or all(map(_learned, _graph_inputs(anchor.input))) or any((caller.file, caller.line) == b.at for b in active()):
+        return None
+    text = f"its scores are computed outside this graph, in or above {caller.function}, which is not compiled: a graph break in a loop, try or with does that"
+    return Refusal(CALLER, text, anchor.output.name, place_of((caller,)))
 
 
 def _break_around(probabilities: fx.Node) -> Break | None:

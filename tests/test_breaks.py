@@ -360,6 +360,42 @@ def test_other_softmaxes_stay_what_they_are(function: Callable[..., Tensor]) -> 
     assert site.refusal is not None and site.refusal.code == "not_attention"
 
 
+def attend(scores: Tensor, v: Tensor) -> Tensor:
+    return scores.softmax(-1) @ v
+
+
+def in_a_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    for _ in range(2):
+        print("step")
+        v = attend(q @ k.mT, v)  # called here
+    return v
+
+
+def in_a_try(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    try:
+        print("step")
+        return attend(q @ k.mT, v)  # called here
+    finally:
+        len("")
+
+
+@pytest.mark.parametrize("function", [in_a_loop, in_a_try])
+def test_a_caller_that_is_not_compiled(function: Callable[..., Tensor]) -> None:
+    """Dynamo gives a function up that has a break in a loop or try, and compiles what it calls."""
+    site = the_softmax(function, *qkv())
+    lines, first = inspect.getsourcelines(function)
+    line = first + next(i for i, text in enumerate(lines) if "called here" in text)
+    assert site.refusal is not None and site.refusal.code == "break_caller", str(site)
+    assert function.__name__ in site.refusal.text and site.refusal.location.endswith(f"test_breaks.py:{line}")
+
+
+def test_scores_that_are_given() -> None:
+    """By the user, who compiled no more than this: no break is to blame."""
+    q, k, v = qkv()
+    site = the_softmax(attend, q @ k.mT, v)
+    assert site.refusal is not None and site.refusal.code == "no_score_matmul", str(site)
+
+
 def test_a_break_does_not_follow_its_model_around() -> None:
     """A later model with a softmax over an input of the same shape, on the same thread."""
     q, k, v = qkv()

@@ -227,6 +227,19 @@ def _groups(source: Sequence[Expr], target: Sequence[Expr]) -> list[tuple[slice,
 
 def mixed_radix(space: Space, index: Expr, size: Expr) -> tuple[tuple[Expr, Expr], ...] | None:
     """``index`` as the digits (atom, extent) of a mixed-radix number that fills ``size``, slowest first; None if it is not one."""
+    found = _digits(space, index)
+    return found[0] if found is not None and equal(found[1], size) else None
+
+
+def window(space: Space, index: Expr, size: Expr) -> tuple[tuple[tuple[Expr, Expr], ...], Expr, Expr] | None:
+    """The same of an index that fills a part of ``size``: (digits, start, length); None if it does not, for certain."""
+    rest = sum((t for t in sympy.Add.make_args(sympy.expand(index)) if t.free_symbols & set(space.extent)), ZERO)
+    found = _digits(space, rest)
+    return (found[0], sympy.expand(index - rest), found[1]) if found is not None and space.within(index, ZERO, size) else None
+
+
+def _digits(space: Space, index: Expr) -> tuple[tuple[tuple[Expr, Expr], ...], Expr] | None:
+    """The digits and how many numbers they make."""
     terms = [] if index == 0 else [_digit(space, t) for t in sympy.Add.make_args(sympy.expand(index))]
     digits: list[tuple[Expr, Expr]] = []
     weight: Expr = ONE
@@ -237,7 +250,7 @@ def mixed_radix(space: Space, index: Expr, size: Expr) -> tuple[tuple[Expr, Expr
         terms.remove(found)
         digits.append((found[1], found[2]))
         weight = weight * found[2]
-    return tuple(reversed(digits)) if equal(weight, size) else None
+    return tuple(reversed(digits)), weight
 
 
 def _digit(space: Space, term: Expr) -> tuple[Expr, Expr, Expr] | None:

@@ -61,10 +61,10 @@ def _joins(source: fx.Node) -> bool:
 
 def _split(part: Part, straddles: Straddles) -> list[Part]:
     """The parts whose scores are each one part of the concatenation that ``straddles`` names."""
-    tensors, dim = joins.parts(straddles.node)
+    _, dim = joins.parts(straddles.node)
     first, cuts, at = sympy.expand(straddles.index[dim] - K), [], ZERO
-    for tensor in tensors:
-        at = sympy.expand(at + shape_of(tensor.meta["val"])[dim])
+    for size in joins.sizes(straddles.node):
+        at = sympy.expand(at + size)
         cuts.append(sympy.expand(at - first))
     size = straddles.space.extent[K] if part.size is None else part.size
     inside = [c for c in cuts if nonnegative(c - 1) and nonnegative(sympy.expand(size - c - 1))]

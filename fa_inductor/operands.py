@@ -14,7 +14,7 @@ import sympy
 from torch import fx
 
 from .graph import GraphContext
-from .index import ONE, Expr, Space, equal, mixed_radix, product, shape_of
+from .index import ONE, Expr, Space, equal, mixed_radix, product, shape_of, window
 from .lift import elements
 from .patterns import joins, views
 from .site import Atom, View4
@@ -54,8 +54,10 @@ def chain(context: GraphContext, space: Space, node: fx.Node, index: tuple[Expr,
 def atoms_of(space: Space, axes: dict[sympy.Symbol, AxisName], index: Expr, size: Expr) -> tuple[Atom, ...] | None:
     """``index`` as a mixed-radix number whose digits are atoms of the axes, slowest first; None where it is not one."""
     digits = mixed_radix(space, index, size)
-    if digits is None:
-        return None
+    return None if digits is None else _named(space, axes, digits)
+
+
+def _named(space: Space, axes: dict[sympy.Symbol, AxisName], digits: tuple[tuple[Expr, Expr], ...]) -> tuple[Atom, ...] | None:
     atoms = []
     for expr, extent in digits:
         symbols = expr.free_symbols & set(space.extent)
@@ -65,20 +67,26 @@ def atoms_of(space: Space, axes: dict[sympy.Symbol, AxisName], index: Expr, size
     return tuple(atoms)
 
 
-def as_view(space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, index: tuple[Expr, ...]) -> View4 | None:
-    """``node`` read at ``index`` as a View4 in which every axis is complete, or None."""
-    return view_of(space, axes, node, index, shape_of(node.meta["val"]))
+def as_view(space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, index: tuple[Expr, ...], windows: bool = False) -> View4 | None:
+    """``node`` read at ``index`` as a View4 in which every axis is complete, or None. ``windows``: it may be a slice of the node."""
+    return view_of(space, axes, node, index, shape_of(node.meta["val"]), windows)
 
 
-def view_of(space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, index: tuple[Expr, ...], shape: tuple[Expr, ...]) -> View4 | None:
+def view_of(
+    space: Space, axes: dict[sympy.Symbol, AxisName], node: fx.Node, index: tuple[Expr, ...], shape: tuple[Expr, ...], windows: bool = False
+) -> View4 | None:
     """``as_view`` of a tensor of ``shape``, which ``node`` only names."""
-    dimensions = []
-    for i, size in zip(index, shape, strict=True):
+    dimensions, cut = [], []
+    for dim, (i, size) in enumerate(zip(index, shape, strict=True)):
         atoms = atoms_of(space, axes, i, size)
+        part = window(space, i, size) if atoms is None and windows else None
+        if part is not None:
+            atoms, start, length = _named(space, axes, part[0]), *part[1:]
+            cut.append((dim, start, length))
         if atoms is None:
             return None
         dimensions.append(atoms)
-    view = View4(node, tuple(dimensions))
+    view = View4(node, tuple(dimensions), tuple(cut))
     flat = [a for atoms in dimensions for a in atoms]
     if len({a.expr for a in flat}) != len(flat):
         return None
@@ -126,7 +134,7 @@ def candidates(context: GraphContext, space: Space, axes: dict[sympy.Symbol, Axi
     found: list[tuple[int, int, View4]] = []
     depth = 0
     for below, i in chain(context, space, node, index):
-        view = as_view(space, axes, below, i)
+        view = as_view(space, axes, below, i, windows=True)
         if view is not None:
             found.append((elements(below), depth, view))
         if views.name_of(below) in ("clone", "contiguous", "reshape"):

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from .program import ProgramBuilder
 from .refusal import Refusal, Refused, declare
 
-POST_OP = declare("post_softmax_op", "between softmax and matmul only dropout, casts and products with a mask or factor can be fused")
+POST_OP = declare(
+    "post_softmax_op",
+    "between softmax and matmul only dropout, casts, masks, factors, NaN turned into 0, and sums of probabilities before one product can be fused",
+)
 
 
 def factor_of(source: ProgramBuilder, value: int, target: ProgramBuilder, captures: Sequence[int], sizes: Sequence[int]) -> int:

@@ -60,6 +60,8 @@ class SiteEmitter(Emitter):
 
     def arranged(self, node: fx.Node, view: View4, which: str, extents: dict[str, Expr], dtype: torch.dtype) -> fx.Node:
         """``node``, of the shape that ``view`` is about, as a canonical tensor."""
+        for dim, start, length in view.windows:
+            node = self.call(aten.slice.Tensor, node, dim, self.size(start), self.size(sympy.expand(start + length)))
         atoms = [a for dimension in view.dimensions for a in dimension]
         if any(len(d) != 1 for d in view.dimensions):
             node = self.call(aten.reshape.default, node, [self.size(a.extent) for a in atoms])

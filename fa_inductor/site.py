@@ -39,10 +39,14 @@ class Atom:
 
 @dataclass(frozen=True)
 class View4:
-    """A tensor that is a reshape/permute of a canonical 4-D operand: for each dimension its atoms, slowest first."""
+    """A tensor that is a reshape/permute of a canonical 4-D operand: for each dimension its atoms, slowest first.
+
+    ``windows``: (dimension, start, length) where the operand is a slice of the tensor.
+    """
 
     node: fx.Node
     dimensions: tuple[tuple[Atom, ...], ...]
+    windows: tuple[tuple[int, Expr, Expr], ...] = ()
 
 
 @dataclass(frozen=True)

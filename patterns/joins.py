@@ -17,9 +17,10 @@ from fa_inductor.index import ZERO, Expr, Space, shape_of
 from fa_inductor.program import ProgramBuilder
 from fa_inductor.program.choice import choose
 
-from .views import CUTS, Step, argument, name_of
+from .views import Step, argument, cut_dimension, name_of
 
-NAMES = ("cat", "concat", "concatenate")
+NAMES = ("cat", "concat", "concatenate", "stack")
+"""``stack`` joins along a dimension that its parts do not have, one place each."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,23 @@ class Reader(Protocol):
 
 
 def parts(node: fx.Node) -> tuple[list[fx.Node], int]:
-    """The tensors that a concatenation is made of, and its (non-negative) dimension. Empty 1-D tensors, which it ignores, are left out."""
+    """The tensors that a join is made of, and its (non-negative) dimension. Empty 1-D tensors, which ``cat`` ignores, are left out."""
     rank = node.meta["val"].dim()
     dim = argument(node, 1, "dim", 0)
-    found = [n for n in node.args[0] if isinstance(n, fx.Node) and n.meta["val"].dim() == rank]  # type: ignore[union-attr]
+    own = rank - 1 if name_of(node) == "stack" else rank
+    found = [n for n in node.args[0] if isinstance(n, fx.Node) and n.meta["val"].dim() == own]  # type: ignore[union-attr]
     return found, dim + rank if dim < 0 else dim
+
+
+def sizes(node: fx.Node) -> list[Expr]:
+    """What each part takes of the joined dimension."""
+    tensors, dim = parts(node)
+    return [sympy.S.One if name_of(node) == "stack" else shape_of(t.meta["val"])[dim] for t in tensors]
+
+
+def _read(node: fx.Node, index: tuple[Expr, ...], dim: int, place: Expr) -> tuple[Expr, ...]:
+    """The index of a part that is read at ``place`` along the joined dimension."""
+    return (*index[:dim], *(() if name_of(node) == "stack" else (place,)), *index[dim + 1 :])
 
 
 def step(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
@@ -56,27 +69,25 @@ def step(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
         return None
     tensors, dim = parts(node)
     start = ZERO
-    for tensor in tensors:
-        size = shape_of(tensor.meta["val"])[dim]
+    for tensor, size in zip(tensors, sizes(node), strict=True):
         if space.within(index[dim], start, start + size):
-            return tensor, (*index[:dim], index[dim] - start, *index[dim + 1 :])
+            return tensor, _read(node, index, dim, index[dim] - start)
         start = start + size
     return None
 
 
 def choice(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
-    """``node[index]`` for a concatenation of floats, any part of which the index may lie in; None where it cannot be told."""
+    """``node[index]`` for a join of floats, any part of which the index may lie in; None where it cannot be told."""
     tensors, dim = parts(node)
     if not node.meta["val"].dtype.is_floating_point:
         return None
     b, place, outer = reader.builder, index[dim], reader.arms
     found: list[tuple[Expr, int]] = []
     start = ZERO
-    for tensor in tensors:
-        size = shape_of(tensor.meta["val"])[dim]
+    for tensor, size in zip(tensors, sizes(node), strict=True):
         local = ZERO if size == 1 else reader.local(size, _clamped(reader, sympy.expand(place - start), size, start != 0))
         reader.arms = (*outer, Arm(place, start, local))
-        value = b.convert(reader.element(tensor, (*index[:dim], local, *index[dim + 1 :])), "float") if size != 0 else -1
+        value = b.convert(reader.element(tensor, _read(node, index, dim, local)), "float") if size != 0 else -1
         reader.arms, start = outer, sympy.expand(start + size)
         found += [(start, value)] if size != 0 else []
     result: int | None = found[-1][1] if found else None
@@ -94,11 +105,12 @@ def _clamped(reader: Reader, place: Expr, size: Expr, below: bool) -> int:
 
 def rejoined(space: Space, arms: tuple[Arm, ...], node: fx.Node, below: Step) -> Step:
     """What the view ``node`` reads, at the place itself where that is all that counts: cut out at ``start``, read at ``start + local``."""
-    if name_of(node) not in CUTS:
+    dim = cut_dimension(node)
+    if dim is None:
         return below
     source, index = below
+    size = shape_of(source.meta["val"])[dim]
     for arm in reversed(arms):
-        same = sympy.expand(arm.start + arm.local)
-        shape = shape_of(source.meta["val"])
-        index = tuple(arm.place if i == same and space.within(arm.place, ZERO, n) else i for i, n in zip(index, shape))
+        if arm.place not in index and index[dim] == sympy.expand(arm.start + arm.local) and space.within(arm.place, ZERO, size):
+            index = (*index[:dim], arm.place, *index[dim + 1 :])
     return source, index

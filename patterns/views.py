@@ -16,8 +16,6 @@ from fa_inductor.index import ONE, ZERO, Expr, Space, as_expr, broadcast_index, 
 Step = tuple[fx.Node, tuple[Expr, ...]]
 Rule = Callable[[Space, fx.Node, tuple[Expr, ...]], "Step | None"]
 RULES: dict[str, Rule] = {}
-CUTS = frozenset({"slice", "narrow", "select", "getitem"})
-"""Views of a part of each of some dimensions."""
 SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk", "tensor_split"})
 """Ops whose outputs are views of a part each; ``getitem`` is the view."""
 
@@ -53,6 +51,21 @@ def step(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
     """The input and its index that ``node[index]`` reads if ``node`` is a view, else None."""
     rule = RULES.get(name_of(node))
     return rule(space, node, index) if rule else None
+
+
+def cut_dimension(node: fx.Node) -> int | None:
+    """The dimension of its source that ``node`` is a part of: of a slice, a selected place or one of the outputs of a split."""
+    name, source = name_of(node), node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if name == "getitem" and name_of(source) in SPLITS:
+        dim = argument(source, 1 if name_of(source) == "unbind" else 2, "dim", 0)
+        source = _input(source)
+    elif name in ("slice", "narrow", "select"):
+        dim = argument(node, 1, "dim", 0)
+    else:
+        return None
+    return _dim(dim, source.meta["val"].dim())
 
 
 def is_view(node: fx.Node) -> bool:

@@ -574,6 +574,53 @@ def groups_after_the_softmax(q, k, v, b):
     return torch.cat([p[0] * b, p[1] * 0.5], 1) @ v
 
 
+@form(lambda: [*qkv(), rand(H)])
+def heads_stacked_before_the_softmax(q, k, v, t):
+    s = (q @ k.mT).unbind(1)
+    return torch.stack([x * t[i] + i for i, x in enumerate(s)], 1).softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(L, L, grad=False)])
+def heads_stacked_after_the_softmax(q, k, v, b):
+    p = (q @ k.mT).softmax(-1)
+    return torch.stack([p[:, 0] * b.sigmoid(), p[:, 1], p[:, 2] * 0.5], 1) @ v
+
+
+@form(lambda: [rand(H, H, L, D), rand(H, H, L, D), rand(H, L, D)])
+def groups_of_one_image(q, k, v):
+    """The scores are cut out of a batch that is as long as there are heads."""
+    s = (q @ k.mT)[0]
+    return torch.cat([s[:1] * 2, s[1:]], 0).softmax(-1) @ v
+
+
+# -- a part of the scores ------------------------------------------------------------------------------------------------------
+@form()
+def scores_of_the_first_keys(q, k, v):
+    """A cache that is not full."""
+    return (q @ k.mT * 0.3)[..., : L - 5].softmax(-1) @ v[:, :, : L - 5]
+
+
+@form()
+def scores_of_the_last_query(q, k, v):
+    return (q @ k.mT)[:, :, -1:].softmax(-1) @ v
+
+
+@form(lambda: [*qkv(), rand(L, L)])
+def scores_of_some_heads(q, k, v, b):
+    s = torch.einsum("bhqd,bhkd->bqhk", q, k) + b[:, None]
+    return torch.einsum("bqhk,bhkd->bhqd", s[:, 2:, 1:].softmax(-1), v[:, 1:])
+
+
+@form()
+def one_head_of_one_image(q, k, v):
+    return (q @ k.mT)[1:, 1].softmax(-1) @ v[1:, 1]
+
+
+@form()
+def probabilities_of_some_heads(q, k, v):
+    return (q @ k.mT).softmax(-1)[:, 1:] @ v[:, 1:]
+
+
 @form()
 def dropout_in_evaluation(q, k, v):
     return F.dropout((q @ k.mT).softmax(-1), 0.5, training=False) @ v

@@ -231,11 +231,12 @@ def mixed_radix(space: Space, index: Expr, size: Expr) -> tuple[tuple[Expr, Expr
     return found[0] if found is not None and equal(found[1], size) else None
 
 
-def window(space: Space, index: Expr, size: Expr) -> tuple[tuple[tuple[Expr, Expr], ...], Expr, Expr] | None:
-    """The same of an index that fills a part of ``size``: (digits, start, length); None if it does not, for certain."""
+def window(space: Space, index: Expr) -> tuple[tuple[tuple[Expr, Expr], ...], Expr, Expr] | None:
+    """The same of an index, in range as all are that views give, that fills a part of the dimension: (digits, start, length)."""
     rest = sum((t for t in sympy.Add.make_args(sympy.expand(index)) if t.free_symbols & set(space.extent)), ZERO)
     found = _digits(space, rest)
-    return (found[0], sympy.expand(index - rest), found[1]) if found is not None and space.within(index, ZERO, size) else None
+    start = sympy.expand(index - rest)
+    return (found[0], start, found[1]) if found is not None and nonnegative(start) else None
 
 
 def _digits(space: Space, index: Expr) -> tuple[tuple[tuple[Expr, Expr], ...], Expr] | None:

@@ -600,6 +600,12 @@ def scores_of_the_first_keys(q, k, v):
     return (q @ k.mT * 0.3)[..., : L - 5].softmax(-1) @ v[:, :, : L - 5]
 
 
+@form(lambda: [*qkv(), rand(L, L - 5)])
+def cache_as_long_as_its_mask(q, k, v, m):
+    n = m.shape[-1]
+    return ((q @ k.mT * 0.3)[..., :n] + m).softmax(-1) @ v[:, :, :n]
+
+
 @form()
 def scores_of_the_last_query(q, k, v):
     return (q @ k.mT)[:, :, -1:].softmax(-1) @ v
@@ -646,7 +652,10 @@ def test_form_fuses_in_bfloat16(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["causal_arange", "causal_bottom_right", "scale_from_shape", "packed_qkv", "grouped_expand_reshape", "windows_by_their_number", "windows_that_look_back"],
+    [
+        *("causal_arange", "causal_bottom_right", "scale_from_shape", "packed_qkv", "grouped_expand_reshape", "windows_by_their_number"),
+        *("windows_that_look_back", "scores_of_the_last_query", "cache_as_long_as_its_mask"),
+    ],
 )
 def test_form_fuses_with_symbolic_sizes(name: str) -> None:
     torch.manual_seed(0)

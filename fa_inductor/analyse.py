@@ -98,7 +98,7 @@ def _other(side: str) -> str:
 
 
 def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
-    """The first contraction after the softmax that makes an attention; raises Refused with the reason of the nearest try."""
+    """The first contraction after the softmax that makes an attention, and the others if all do; raises Refused with the reason of the nearest try."""
     anchor = candidate.anchor
     if candidate.miss is not None:
         raise Refused(candidate.miss)
@@ -130,12 +130,39 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
         for first in firsts:
             region = Region(context, candidate, second, first)
             try:
-                return region.site()
+                return _with_others(context, candidate, region.site(), firsts)
             except Refused as refused:
                 if failure is None or (region.reads_scores and not reached):
                     failure, reached = refused, region.reads_scores
     assert failure is not None
     raise failure
+
+
+def _with_others(context: GraphContext, candidate: Candidate, site: AttentionSite, firsts: list[fx.Node]) -> AttentionSite:
+    """``site`` with those of the other products, if then nothing needs the probabilities any more; without them the probabilities stay."""
+    seconds = [n for n in candidate.contractions if n not in site.region]
+    if not seconds or candidate.anchor.quotient is not None:
+        return site
+    found = [site]
+    for second in seconds:
+        tries = (_tried(Region(context, candidate, second, first)) for first in firsts)
+        other = next((x for x in tries if x is not None), None)
+        if other is None:
+            return site
+        found.append(other)
+    together = set().union(*(s.region for s in found))
+    results = {s.output.node for s in found}
+    after = reachable(candidate.anchor.output, max(context.order[n] for n in results), context.order, results)
+    if any(u not in together for n in together & after for u in n.users):
+        return site
+    return replace(site, escapes=False, beside=tuple(replace(s, escapes=False) for s in found[1:]))
+
+
+def _tried(region: Region) -> AttentionSite | None:
+    try:
+        return region.site()
+    except Refused:  # of the product that was tried first; this one only stays as it is
+        return None
 
 
 def _feeds_contraction(node: fx.Node) -> bool:
@@ -163,7 +190,7 @@ class Region:
         self.reads_scores, self.without_scores = False, False
         self.shifts = {} if self.anchor.terms else shifts(self.anchor.input, self.anchor.dim)
         last = context.order[self.result]
-        self.after = reachable(self.anchor.output, last, context.order)
+        self.after = reachable(self.anchor.output, last, context.order, {n for n in candidate.contractions if n is not second})
         self.before = reachable(first, context.order[self.anchor.output], context.order)
 
     # -- the two passes ----------------------------------------------------------------------------------------------------

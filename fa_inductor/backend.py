@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -84,6 +84,15 @@ class _Verdict:
     """Of the fused calls that the softmax became: one, or one for each of its pieces."""
     passed_over: tuple[tuple[str, tuple[Refusal, ...]], ...] = ()
     shapes: str = ""
+
+
+class _Planned(NamedTuple):
+    """A site whose operands are in the graph, and what will compute it."""
+
+    emitter: SiteEmitter
+    placed: Placed
+    request: AttentionRequest
+    plan: Plan
 
 
 @dataclass
@@ -233,33 +242,39 @@ class Compilation:
         if site.joined:
             self._rewrite_joined(context, verdict, site)
             return
-        emitter, placed, request, plan = self._planned(context, verdict, site)
+        sites = sorted((site, *site.beside), key=lambda s: context.order[s.output.node], reverse=True)
+        made = self._all_planned(context, verdict, sites)
         call = self.calls.get(site.anchor.output)
-        if call is not None and not call.gains(request, plan):
-            discard(emitter)
+        if call is not None and not call.gains(made[0].request, made[0].plan):
+            discard(made[0].emitter)
             node = site.output.node
             raise Refused(Refusal(LIBRARY, "PyTorch's own kernel serves the call", node.name, location_of(node)))
-        replace(context, site, emitter, placed, plan, self.options.masked_rows == "zero")
-        verdict.plans = (plan,)
-        self.differentiated += request.needs_grad
+        for one, planned in zip(sites, made, strict=True):
+            replace(context, one, planned.emitter, planned.placed, planned.plan, self.options.masked_rows == "zero")
+        self._count(verdict, made)
 
     def _rewrite_joined(self, context: GraphContext, verdict: _Verdict, site: AttentionSite) -> None:
-        before = gather_before(context, site)
-        made: list[tuple[SiteEmitter, Placed, AttentionRequest, Plan]] = []
-        for piece in site.joined:
-            try:
-                made.append(self._planned(context, verdict, piece.site, before))
-            except Refused:
-                for emitter, *_ in reversed(made):
-                    discard(emitter)
-                raise
-        replace_joined(context, site, [(emitter, placed, plan) for emitter, placed, _, plan in made], self.options.masked_rows == "zero")
-        verdict.plans = tuple(plan for *_, plan in made)
-        self.differentiated += sum(request.needs_grad for _, _, request, _ in made)
+        made = self._all_planned(context, verdict, [piece.site for piece in site.joined], gather_before(context, site))
+        replace_joined(context, site, [(p.emitter, p.placed, p.plan) for p in made], self.options.masked_rows == "zero")
+        self._count(verdict, made)
 
-    def _planned(
-        self, context: GraphContext, verdict: _Verdict, site: AttentionSite, before: fx.Node | None = None
-    ) -> tuple[SiteEmitter, Placed, AttentionRequest, Plan]:
+    def _count(self, verdict: _Verdict, made: list[_Planned]) -> None:
+        verdict.plans = tuple(p.plan for p in made)
+        self.differentiated += sum(p.request.needs_grad for p in made)
+
+    def _all_planned(self, context: GraphContext, verdict: _Verdict, sites: list[AttentionSite], before: fx.Node | None = None) -> list[_Planned]:
+        """Of all sites or, where one is refused, of none."""
+        made: list[_Planned] = []
+        for site in sites:
+            try:
+                made.append(self._planned(context, verdict, site, before))
+            except Refused:
+                for planned in reversed(made):
+                    discard(planned.emitter)
+                raise
+        return made
+
+    def _planned(self, context: GraphContext, verdict: _Verdict, site: AttentionSite, before: fx.Node | None = None) -> _Planned:
         """The operands of ``site``, placed (before the output of another piece, perhaps), and a kernel's plan; raises Refused."""
         node = site.output.node
         shared = bool(site.columns) or before is not None
@@ -304,7 +319,7 @@ class Compilation:
             discard(emitter)
             reasons = "; ".join(f"{k}: {', '.join(r.text for r in rs)}" for k, rs in selection.passed_over)
             raise Refused(Refusal(NO_KERNEL, reasons, node.name, location_of(node)))
-        return emitter, placed, request, selection.plan
+        return _Planned(emitter, placed, request, selection.plan)
 
     def _look_for_break(self, verdict: _Verdict) -> None:
         """Is what the softmax lacks in another graph?"""
@@ -368,7 +383,7 @@ def _site_report(index: int, verdict: _Verdict) -> SiteReport:
 def _labels(site: AttentionSite) -> tuple[str, ...]:
     parts = [p.site for p in site.joined] or [site]
     words = dict.fromkeys(word for part in parts for word in recognise_site(part).labels if word != "plain" or len(parts) == 1)
-    return (*words, *(("joined",) if site.joined else ()), *(("sink",) if site.columns else ()))
+    return (*words, *(("joined",) if site.joined else ()), *(("sink",) if site.columns else ()), *(("several products",) if site.beside else ()))
 
 
 def _computes(site: AttentionSite) -> str:

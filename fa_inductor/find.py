@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -79,13 +80,13 @@ def is_dropout(node: fx.Node) -> bool:
     return name_of(node) == "dropout" and bool(argument(node, 2, "train")) and argument(node, 1, "p") != 0
 
 
-def reachable(start: fx.Node, last: int, order: dict[fx.Node, int]) -> set[fx.Node]:
-    """Nodes that depend on ``start`` (itself included), up to position ``last``."""
+def reachable(start: fx.Node, last: int, order: dict[fx.Node, int], ends: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Nodes that depend on ``start`` (itself included), up to position ``last`` and not through ``ends``."""
     seen = {start}
     queue = [start]
     while queue:
         for user in queue.pop().users:
-            if user not in seen and order.get(user, last + 1) <= last:
+            if user not in seen and order.get(user, last + 1) <= last and user not in ends:
                 seen.add(user)
                 queue.append(user)
     return seen

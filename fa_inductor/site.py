@@ -101,6 +101,8 @@ class AttentionSite:
     """A row of NaN is 0 after the softmax."""
     joined: tuple[Piece, ...] = ()
     """With these the softmax runs over the keys of several products: this site is that of the first piece."""
+    beside: tuple[AttentionSite, ...] = ()
+    """The other products that take the same probabilities: attentions of their own, where nothing else takes them."""
 
     @property
     def reads(self) -> list[fx.Node]:
@@ -109,7 +111,7 @@ class AttentionSite:
 
     @property
     def outputs(self) -> set[fx.Node]:
-        return {p.site.output.node for p in self.joined} or {self.output.node}
+        return {p.site.output.node for p in self.joined} or {s.output.node for s in (self, *self.beside)}
 
 
 @dataclass(frozen=True)

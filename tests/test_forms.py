@@ -623,6 +623,12 @@ def one_head_of_one_image(q, k, v):
 
 
 @form()
+def keys_treated_apart(q, k, v):
+    s = q @ k.mT
+    return torch.cat([s[..., :5] * 2, s[..., 5:]], -1).softmax(-1) @ v
+
+
+@form()
 def probabilities_of_some_heads(q, k, v):
     return (q @ k.mT).softmax(-1)[:, 1:] @ v[:, 1:]
 
@@ -1066,12 +1072,6 @@ def groups_change_places(q, k, v):
 def one_head_added_to_another(q, k, v):
     s = q @ k.mT
     return torch.cat([s[:, :1], s[:, 1:] + s[:, :1]], 1).softmax(-1) @ v
-
-
-@miss("operand_layout")
-def keys_treated_apart(q, k, v):
-    s = q @ k.mT
-    return torch.cat([s[..., :5] * 2, s[..., 5:]], -1).softmax(-1) @ v
 
 
 @miss("unsupported_op")

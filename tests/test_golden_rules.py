@@ -87,6 +87,7 @@ JOINS: dict[str, Scores] = {
     "cat": lambda s, c, m: torch.cat([s, s.new_zeros(B, H, L, 1)], -1)[..., :-1],
     "concat": lambda s, c, m: torch.concat([s, s.new_zeros(B, H, L, 1)], -1)[..., :-1],
     "concatenate": lambda s, c, m: torch.concatenate([s, s.new_zeros(B, H, L, 1)], -1)[..., :-1],
+    "stack": lambda s, c, m: torch.stack([s[:, i] + i * c for i in range(H)], 1),
 }
 NEVER_LEFT = {"lift_fresh"}
 """Retracing makes it ``lift_fresh_copy``."""
@@ -222,7 +223,8 @@ repeat_interleave   s + c0[q//2, k]""",
             """\
 cat                 s
 concat              s
-concatenate         s""",
+concatenate         s
+stack               s + where(h < 1, 0*c0[q, k], c0[q, k])""",
         )
 
     def test_products(self):

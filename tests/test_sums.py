@@ -94,7 +94,13 @@ def summed_in_the_einsum(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkd->bqd", p[0] - w * p[1], v)
 
 
-@pytest.mark.parametrize("function", [every_second, uneven, summed_in_the_einsum])
+def test_slices_that_overlap() -> None:
+    """No shares of one tensor, but slices of the scores."""
+    (site,) = check(uneven, shared_inputs())
+    assert "several products" in site.labels
+
+
+@pytest.mark.parametrize("function", [every_second, summed_in_the_einsum])
 def test_what_is_no_equal_share(function: Callable[..., Tensor]) -> None:
     inputs = shared_inputs()
     result, (site,) = sites_of(function, *inputs)

@@ -85,6 +85,7 @@ class Lifted:
     shifted: tuple[int, ...]
     """Values whose maximum eager subtracts, and which it computes as the program does."""
     factor: int
+    zeroed: tuple[int, ...]
     dropout: tuple[fx.Node, float] | None
 
     def operand(self, which: str) -> tuple[fx.Node, tuple[Expr, ...]]:
@@ -262,9 +263,9 @@ class Region:
         if quotient is not None:
             after.touched |= quotient.sums(self.anchor, self._softmax_index, names)
         score, shifted, lifter, contraction, keys = self._lift_before(space, names, builder)
-        factor = _transplant(after, probability, lifter, self.second)
+        factor, zeroed = _transplant(after, probability, lifter, self.second)
         lifter.touched |= after.touched
-        return Lifted(second, sides[0], contraction, keys, lifter, score, shifted, factor, dropout)
+        return Lifted(second, sides[0], contraction, keys, lifter, score, shifted, factor, zeroed, dropout)
 
     def _check_addend(self, found: Contraction) -> None:
         """An addend times 0 contributes nothing, not even where it is NaN; its gradient in eager is zeros, not absent."""
@@ -433,6 +434,7 @@ class Region:
         return AttentionSite(
             self.anchor, output, views["q"], views["k"], views["v"], axes, program, post, captures, sizes,
             lifted.dropout[1] if lifted.dropout else 0.0, dtype, region, escapes, tuple(columns), self._cleaned,
+            tuple(lifted.lifter.builder.finish(z) for z in lifted.zeroed),
         )  # fmt: skip
 
     def _check_overflow(self, lifted: Lifted) -> None:
@@ -531,8 +533,8 @@ class Region:
             raise refuse(MUTATION, f"{write.target} changes the scores in place through a view", write)
 
 
-def _transplant(after: Lifter, probability: int, lifter: Lifter, second: fx.Node) -> int:
-    """The factor on the probabilities as a value of the score lifter's builder (captures and sizes renumbered)."""
+def _transplant(after: Lifter, probability: int, lifter: Lifter, second: fx.Node) -> tuple[int, tuple[int, ...]]:
+    """The factor on the probabilities, and where it is a choice of 0, as values of the score lifter's builder (captures and sizes renumbered)."""
     for node, split in after.splits.items():
         if lifter.splits.setdefault(node, split) != split:
             raise refuse(REINDEXED, "a captured tensor is read through two different views of its dimensions", node)

@@ -383,7 +383,8 @@ def _site_report(index: int, verdict: _Verdict) -> SiteReport:
 def _labels(site: AttentionSite) -> tuple[str, ...]:
     parts = [p.site for p in site.joined] or [site]
     words = dict.fromkeys(word for part in parts for word in recognise_site(part).labels if word != "plain" or len(parts) == 1)
-    return (*words, *(("joined",) if site.joined else ()), *(("sink",) if site.columns else ()), *(("several products",) if site.beside else ()))
+    more = {"joined": site.joined, "sink": site.columns, "several products": site.beside, "probabilities kept": site.escapes}
+    return (*words, *(word for word, holds in more.items() if holds))
 
 
 def _computes(site: AttentionSite) -> str:

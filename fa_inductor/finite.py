@@ -35,18 +35,17 @@ _ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
 def rule_for_rows(site: AttentionSite, facts: ProgramFacts) -> Literal["eager", "zero"] | None:
     """How rows without a visible key must come out so that the factor after the softmax does what the choice did; None if neither way does.
 
+    "eager": no row is NaN, or none whose elements are all chosen to be 0: these have one finite number for all scores.
     "zero": what is hidden by -inf before the softmax is exactly what is set to 0 after it, so that a row of NaN becomes 0.
     """
     finite = finite_among(c.node for c in site.captures)
     if site.cleaned:
         return "zero" if site.post is None or surely_finite(site.post, finite=finite) else None
-    if site.post is None or not any(n.op == "where" for n in site.post.nodes):
-        return "eager"
-    if _no_row_is_nan(site, facts):
+    if not site.zeroed or _no_row_is_nan(site, facts) or set(site.zeroed) <= set(_filled(site.program)):
         return "eager"
     hidden = _chosen(site.program, site.program.result, -math.inf)
     finite_but_hidden = surely_finite(site.program, fill=-math.inf, finite=finite)
-    return "zero" if hidden is not None and finite_but_hidden and hidden in _zeroed(site.post) else None
+    return "zero" if hidden is not None and finite_but_hidden and hidden in site.zeroed else None
 
 
 def finite_among(nodes: Iterable[fx.Node]) -> set[int]:
@@ -115,15 +114,17 @@ def _chosen(program: ScoreProgram, at: int, literal: float) -> ScoreProgram | No
     return builder.finish(condition if here[0] else builder.emit("not", condition))
 
 
-def _zeroed(post: ScoreProgram) -> list[ScoreProgram]:
-    """Conditions under which ``post`` is 0: those of its factors."""
-    found, queue = [], [post.result]
-    while queue:
-        at = queue.pop()
-        condition = _chosen(post, at, 0.0)
-        if condition is not None:
-            found.append(condition)
-        queue += post.nodes[at].args if post.nodes[at].op == "mul" else ()
+def _filled(program: ScoreProgram) -> list[ScoreProgram]:
+    """Conditions under which a score is a finite number, whatever else it might be."""
+    found, at = [], program.result
+    while program.nodes[at].op == "where":
+        arms = [program.nodes[a] for a in program.nodes[at].args[1:]]
+        fill = next((arm for arm in arms if arm.op == "const" and math.isfinite(float(arm.value or 0))), None)
+        condition = _chosen(program, at, float(fill.value or 0)) if fill is not None else None
+        if condition is None:
+            break
+        found.append(condition)
+        at = next(a for a in program.nodes[at].args[1:] if program.nodes[a] is not fill)
     return found
 
 

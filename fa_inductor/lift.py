@@ -19,7 +19,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 from .graph import GraphContext
 from .index import Expr, Space, as_expr, broadcast_index, equal, mixed_radix, product, shape_of
 from .location import location_of
-from .patterns import generators, joins, pointwise, views
+from .patterns import generators, joins, overwrites, pointwise, views
 from .program import ProgramBuilder
 from .program.ir import capture_type
 from .refusal import Refusal, Refused, declare
@@ -110,6 +110,8 @@ class Lifter:
             return self.element(*joins.rejoined(self.space, self.arms, node, below))
         if views.name_of(node) in joins.NAMES:
             return self._joined(node, index)
+        if views.name_of(node) in overwrites.NAMES:
+            return self._overwritten(node, index)
         generated = generators.RULES.get(views.name_of(node))
         if generated is not None:
             value = generated(self, node, index)
@@ -130,6 +132,12 @@ class Lifter:
         if value is None:
             raise refuse(UNSUPPORTED_OP, "the parts of a concatenation are different functions of the scores, which may have no finite derivative", node)
         return value
+
+    def _overwritten(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        value = overwrites.read(self, node, index) if overwrites.accepts(node) else None
+        if value is None:
+            raise refuse(UNSUPPORTED_OP, f"this form of {_op(node)} cannot be expressed per element", node)
+        return self._rounded(node, value)
 
     def local(self, extent: Expr, value: int) -> sympy.Symbol:
         """A new symbol for places within a part of a concatenation, with its program value."""
@@ -297,6 +305,8 @@ def liftable(node: fx.Node) -> bool:
         return views.step(_UNKNOWN, node, tuple(sympy.Symbol(f"i{d}", integer=True, nonnegative=True) for d in range(node.meta["val"].dim()))) is not None
     if name in joins.NAMES:
         return True
+    if name in overwrites.NAMES:
+        return overwrites.accepts(node)
     return pointwise.accepts(node) if name in pointwise.RULES else generators.accepts(node)
 
 
@@ -365,7 +375,7 @@ class Cuts:
 
     def _open(self, node: fx.Node) -> bool:
         """May be computed inside the kernel instead of being read."""
-        if not liftable(node) or node.op != "call_function" or views.name_of(node) in joins.NAMES:
+        if not liftable(node) or node.op != "call_function" or views.name_of(node) in joins.NAMES or views.name_of(node) in overwrites.NAMES:
             return False
         value = node.meta["val"]
         inputs = [n for n in generators.reads(node) if isinstance(n.meta.get("val"), torch.Tensor)]

@@ -13,11 +13,13 @@ POST_OP = declare(
 )
 
 
-def factor_of(source: ProgramBuilder, value: int, target: ProgramBuilder, captures: Sequence[int], sizes: Sequence[int]) -> int:
+def factor_of(source: ProgramBuilder, value: int, target: ProgramBuilder, captures: Sequence[int], sizes: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     """The factor of ``value`` (an expression of ``source`` in its ``score`` leaf, which stands for P) as a node of ``target``.
 
-    ``captures`` and ``sizes`` give the target's capture number and node for each of the source's.
+    ``captures`` and ``sizes`` give the target's capture number and node for each of the source's. Also returned: the conditions under
+    which 0 is chosen instead of P. For a P of NaN that is another thing than a factor of 0.
     """
+    zeroed: list[int] = []
     depends = [source.depends_on(i) for i in range(len(source.nodes))]
     copies: dict[int, int] = {}
 
@@ -51,8 +53,9 @@ def factor_of(source: ProgramBuilder, value: int, target: ProgramBuilder, captur
             kept, other = (1, 2) if random[1] else (2, 1)
             literal = source.nodes[node.args[other]]
             if literal.op == "const" and literal.value == 0:
-                zero, branch = target.const(0.0), factor(node.args[kept])
-                return target.emit("where", copy(node.args[0]), *((branch, zero) if kept == 1 else (zero, branch)))
+                zero, branch, condition = target.const(0.0), factor(node.args[kept]), copy(node.args[0])
+                zeroed.append(target.emit("not", condition) if kept == 1 else condition)
+                return target.emit("where", condition, *((branch, zero) if kept == 1 else (zero, branch)))
         raise Refused(Refusal(POST_OP, f"the probabilities go through '{node.op}' before the matmul"))
 
-    return factor(value)
+    return factor(value), tuple(zeroed)

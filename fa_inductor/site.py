@@ -99,6 +99,8 @@ class AttentionSite:
     columns: tuple[Column, ...] = ()
     cleaned: bool = False
     """A row of NaN is 0 after the softmax."""
+    zeroed: tuple[ScoreProgram, ...] = ()
+    """Conditions under which a probability is replaced by 0, also one of NaN; elsewhere ``post`` multiplies it."""
     joined: tuple[Piece, ...] = ()
     """With these the softmax runs over the keys of several products: this site is that of the first piece."""
     beside: tuple[AttentionSite, ...] = ()

@@ -32,13 +32,19 @@ class Arm:
     local: Expr
 
 
-class Reader(Protocol):
-    """The part of the lifter that a choice uses."""
+class Sized(Protocol):
+    """What turns sizes into program values."""
 
     builder: ProgramBuilder
-    arms: tuple[Arm, ...]
 
     def size(self, expr: Expr) -> int: ...
+
+
+class Reader(Sized, Protocol):
+    """The part of the lifter that a choice uses."""
+
+    arms: tuple[Arm, ...]
+
     def element(self, node: fx.Node, index: tuple[Expr, ...]) -> int: ...
     def local(self, extent: Expr, value: int) -> sympy.Symbol: ...
 
@@ -85,7 +91,7 @@ def choice(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None
     found: list[tuple[Expr, int]] = []
     start = ZERO
     for tensor, size in zip(tensors, sizes(node), strict=True):
-        local = ZERO if size == 1 else reader.local(size, _clamped(reader, sympy.expand(place - start), size, start != 0))
+        local = ZERO if size == 1 else reader.local(size, clamped(reader, sympy.expand(place - start), size, start != 0))
         reader.arms = (*outer, Arm(place, start, local))
         value = b.convert(reader.element(tensor, _read(node, index, dim, local)), "float") if size != 0 else -1
         reader.arms, start = outer, sympy.expand(start + size)
@@ -96,7 +102,7 @@ def choice(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None
     return result
 
 
-def _clamped(reader: Reader, place: Expr, size: Expr, below: bool) -> int:
+def clamped(reader: Sized, place: Expr, size: Expr, below: bool) -> int:
     """``place`` moved into the ``size`` places of a part, so that what does not count is read there; ``below``: it may be negative."""
     b = reader.builder
     value = b.emit("min", reader.size(place), reader.size(size - 1))

@@ -121,6 +121,40 @@ def masked_again_with_the_mask_turned_round(q, k, v):
     return torch.where(keep, torch.where(keep, q @ k.mT, -math.inf).softmax(-1) * 2, 0.0) @ v
 
 
+@form()
+def multiplied_by_a_mask_again(q, k, v):
+    """A factor of 0 leaves NaN what it is, which a choice of 0 does not."""
+    hidden = ~padded()[:, None, None]
+    return ((q @ k.mT).masked_fill(hidden, -math.inf).softmax(-1) * ~hidden * 0.5) @ v
+
+
+@form()
+def multiplied_by_a_choice(q, k, v):
+    hidden = ~padded()[:, None, None]
+    return ((q @ k.mT).masked_fill(hidden, -math.inf).softmax(-1) * torch.where(hidden, 0.0, 2.0)) @ v
+
+
+@form(lambda: [*qkv(), rand(H, L, L), rand(H, 1, 1)])
+def masked_again_beside_a_bias(q, k, v, b, t):
+    """Bias and temperature may hold anything: but a row that is 0 throughout has the fill for all scores."""
+    hidden = ~padded()[:, None, None]
+    return ((q @ k.mT) * t.exp() + b).masked_fill(hidden, -1e4).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+@form(lambda: [*qkv(), rand(H, L, L)])
+def masked_again_by_one_of_two(q, k, v, b):
+    hidden, later = ~padded()[:, None, None], torch.ones(L, L, device=q.device, dtype=torch.bool).triu(1)
+    return torch.where(later, -1e4, (q @ k.mT + b).masked_fill(hidden, -5e3)).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+@form()
+def rows_without_a_key_refilled(q, k, v):
+    """softmax is never NaN: rows that the mask hides altogether get scores of 0, and then probabilities of 0."""
+    hidden = ~padded()[:, None, None] | torch.ones(L, L, device=q.device, dtype=torch.bool).triu(1)
+    empty = hidden.all(-1, keepdim=True)
+    return (q @ k.mT).masked_fill(hidden, -math.inf).masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
+
+
 @form(lambda: [*qkv(), rand(L, L)])
 def shifted_before_scaling(q, k, v, b):
     """CogView (arXiv:2105.13290): keeps half precision from overflowing."""
@@ -1164,6 +1198,24 @@ def test_masking_again_with_another_mask_is_refused() -> None:
     result, sites = sites_of(function, *qkv())
     assert sites[0].refusal is not None and sites[0].refusal.code == "post_mask_nan"
     assert torch.isnan(result[1]).all() and torch.isfinite(result[0]).all()
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(L, L), torch.full((L, L), math.nan)], ids=["zeros", "nan"])
+def test_masking_again_beside_what_may_be_nan(bias: Tensor) -> None:
+    """Another mask than before the softmax: a row of NaN may be 0 throughout. The same mask: whatever the bias holds, it comes out as in eager."""
+    hidden, later = ~padded()[:, None, None], torch.ones(L, L, dtype=torch.bool).triu(1)
+
+    def another(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT + bias).masked_fill(later, -1e4).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+    def same(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT + bias).masked_fill(hidden, -1e4).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+    inputs = [x.detach() for x in qkv()]
+    for function, fuses in ((another, False), (same, True)):
+        result, (site,) = sites_of(function, *inputs)
+        assert site.fused == fuses and (fuses or (site.refusal and site.refusal.code == "post_mask_nan")), str(site)
+        torch.testing.assert_close(result, function(*inputs), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["tokens_first_and_shared_keys", "tokens_first_and_expanded_keys", "multi_query_with_heads_last"])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from golden import Attention, B, GoldenLines, H, L, Scores
 from torch import Tensor
 
-from fa_inductor.patterns import contraction, generators, joins, views
+from fa_inductor.patterns import contraction, generators, joins, overwrites, views
 
 aten = torch.ops.aten
 
@@ -89,6 +89,15 @@ JOINS: dict[str, Scores] = {
     "concatenate": lambda s, c, m: torch.concatenate([s, s.new_zeros(B, H, L, 1)], -1)[..., :-1],
     "stack": lambda s, c, m: torch.stack([s[:, i] + i * c for i in range(H)], 1),
 }
+OVERWRITES: dict[str, Scores] = {
+    "select_scatter": lambda s, c, m: s.select_scatter(c[0].expand(B, H, L), 2, 3),
+    "slice_scatter": lambda s, c, m: s.slice_scatter(s[..., 2:4] * 2, -1, 2, 4),
+    "diagonal_scatter": lambda s, c, m: s.diagonal_scatter(s.new_full((B, H, L), 3.0), 0, -2, -1),
+    "index_put": lambda s, c, m: aten.index_put(s, [None, None, m], s.new_full((), -5.0)),
+    "fill": lambda s, c, m: s.slice_scatter(aten.fill(s[..., 0:1], 7.0), -1, 0, 1),
+    "pad": lambda s, c, m: F.pad(s, (0, 1), value=0.5)[..., :-1],
+    "constant_pad_nd": lambda s, c, m: aten.constant_pad_nd(s, [0, 0, 1, 0], 0.5)[..., 1:, :],
+}
 NEVER_LEFT = {"lift_fresh"}
 """Retracing makes it ``lift_fresh_copy``."""
 PRODUCTS: dict[str, Attention] = {
@@ -149,6 +158,7 @@ class Rules(GoldenLines):
         self.assertEqual(set(GENERATORS), set(generators.RULES))
         self.assertEqual({*VIEWS, *NEVER_LEFT}, set(views.RULES))
         self.assertEqual(set(JOINS), set(joins.NAMES))
+        self.assertEqual(set(OVERWRITES), overwrites.NAMES)
         self.assertEqual(set(PRODUCTS), contraction.NAMES)
 
     def test_generators(self):
@@ -226,6 +236,16 @@ concat              s
 concatenate         s
 stack               s + where(h < 1, 0*c0[q, k], c0[q, k])""",
         )
+
+    def test_overwrites(self):
+        self.lines(OVERWRITES, """\
+select_scatter      where(q >= 3 and q < 4, c0[0, k], s)
+slice_scatter       s*where(k >= 2 and k < 4, 2, 1)
+diagonal_scatter    where(-1*q + k != 0, s, 3)
+index_put           where(not c0[q, k], s, -5)
+fill                where(k >= 1, s, 7)
+pad                 s
+constant_pad_nd     s""")
 
     def test_products(self):
         self.spelled(

@@ -10,6 +10,7 @@ import test_columns  # noqa: F401 (adds its forms to FORMS)
 import test_deferred  # noqa: F401
 import test_forms
 import test_joined  # noqa: F401
+import test_overwrites  # noqa: F401
 import torch
 from fusing import check
 from model_zoo import MODELS

@@ -210,7 +210,7 @@ def times_a_captured_factor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ("post_softmax_op", attention(lambda p: (p * 2 + 1).nan_to_num(0.0))),
         ("post_softmax_op", attention(lambda p: torch.where(p.isnan(), 1.0, p))),
         ("post_softmax_op", attention(lambda p: torch.where(p.isnan(), p, 0.0))),
-        ("unsupported_op", attention(lambda p: torch.index_put(p, [p.isnan()], torch.ones(())))),
+        ("post_softmax_op", attention(lambda p: torch.index_put(p, [p.isnan()], torch.ones(())))),
     ],
     ids=["by_hand", "factor", "other_number", "other_value", "one", "turned_round", "index_put_one"],
 )

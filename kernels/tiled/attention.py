@@ -336,21 +336,22 @@ class Backward:
     def tile(self, chunk: Chunk, rows: Range, dk: Tensor, dv: Tensor) -> None:
         call = self.call
         q, out, d_o, hi, lo = (call.tile(t, chunk, rows) for t in (call.q, self.out, self.grad_out, self.hi, self.lo))
-        delta = (out * d_o).sum(-1, keepdim=True)
-        if self.grad_lse is not None:
-            delta = delta - call.tile(self.grad_lse, chunk, rows)
         everything = self.visit_everything(hi)
         if call.plan.masked_rows == "zero":
             # such a row has probabilities 0 (S - 0 = -inf) and output 0
             hi = torch.where(hi == -math.inf, 0.0, hi)
         low = lo * -LOG2E
         dq = call.work.get("dq", *q.shape).zero_()
-        for keys, by_key in call.key_ranges(chunk, rows, everything):
+        blocks = list(call.key_ranges(chunk, rows, everything))
+        # dS of a row adds up to 0 in eager. Of a whole row it does so here too; elsewhere two roundings are subtracted
+        delta = None if len(blocks) == 1 else (out * d_o).sum(-1, keepdim=True)
+        shift = None if self.grad_lse is None else call.tile(self.grad_lse, chunk, rows)
+        for keys, by_key in blocks:
             y, values, box = call.scores(self.steps, chunk, rows, keys, by_key, q)
             target = y if call.compiled.masked or self.steps.y_is_free else call.work.get("y", *y.shape)
             p = torch.sub(y, hi, out=target)
             exp2_(torch.add(low, p, alpha=LOG2E, out=p))
-            ds = self.block(chunk, rows, keys, by_key, p, d_o, delta, dv)
+            ds = self.block(chunk, rows, keys, by_key, p, d_o, delta, shift, dv)
             if ds is None:
                 continue
             results = self.steps.finish(values, ds, lambda name, shape=ds.shape: call.work.get(name, *shape))
@@ -374,8 +375,13 @@ class Backward:
         # the maximum is at least lse - log(number of keys)
         return bool((hi - math.log(max(1, self.call.shape.lk)) < mask.skip_above).any())
 
-    def block(self, chunk: Chunk, rows: Range, keys: Range, by_key: bool, p: Tensor, d_o: Tensor, delta: Tensor, dv: Tensor) -> Tensor | None:
-        """Add a block's part of dV and of the post factor's gradient; returns dS (4-D), or None where nobody needs it."""
+    def block(
+        self, chunk: Chunk, rows: Range, keys: Range, by_key: bool, p: Tensor, d_o: Tensor, delta: Tensor | None, shift: Tensor | None, dv: Tensor
+    ) -> Tensor | None:
+        """Add a block's part of dV and of the post factor's gradient; returns dS (4-D), or None where nobody needs it.
+
+        ``delta``: rowsum(dP P), to be computed here where None. ``shift``: what the lse's gradient adds to dP.
+        """
         call = self.call
         shape4 = call.box_shape(chunk, rows, p.shape[2])
         post, kept = call.factors(chunk, rows, keys)
@@ -392,7 +398,9 @@ class Backward:
         if self.post is not None:
             self.post_gradient(chunk, rows, keys, dp.view(shape4), p.view(shape4), kept)
         call.apply(dp.view(shape4), post, kept)
-        ds = dp.sub_(delta).mul_(p).view(shape4)
+        if delta is None:
+            delta = torch.mul(dp, p, out=call.work.get("products", *p.shape)).sum(-1, keepdim=True)
+        ds = dp.sub_(delta if shift is None else delta - shift).mul_(p).view(shape4)
         if call.compiled.masked:
             call.hide_gradient(ds, chunk, rows, keys, by_key)
         return ds

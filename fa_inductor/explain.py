@@ -50,7 +50,7 @@ class Explanation:
         return "\n\n".join(["\n".join([total, *lines]), *(str(graph) for graph in self.graphs)])
 
 
-def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Explanation]:
+def explain(model: Callable[..., Any], *, dynamic: bool | None = None, **options: Any) -> Callable[..., Explanation]:
     """A function that takes the model's inputs, compiles the model for them and returns the Explanation.
 
     The model is compiled afresh even if it was compiled before, without touching that earlier compilation, and is run once:
@@ -58,6 +58,7 @@ def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Explanat
 
     Args:
         model: a module or a function, compiled or not.
+        dynamic: as of ``torch.compile``: whether sizes are symbols.
         options: ``explain(model, kernel="tiled")`` as ``torch.compile(..., backend="flashattn", options={"kernel": "tiled"})``.
     """
 
@@ -69,7 +70,7 @@ def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Explanat
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return flashattn(graph, inputs, options=options)
 
-        call = torch.compile(_fresh_caller(getattr(model, "_orig_mod", model)), backend=backend)
+        call = torch.compile(_fresh_caller(getattr(model, "_orig_mod", model)), backend=backend, dynamic=dynamic)
         before = Counter(dynamo_counters["graph_break"])
         known = len(breaks.of_dynamo())
         with collecting() as graphs:

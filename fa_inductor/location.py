@@ -13,6 +13,7 @@ from torch import fx
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.*)$')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(__file__) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _KEYED = re.compile(r"""(?:\._modules)?\[['"]?(?P<key>[^'"\]]+)['"]?\]""")
 _ROOT = re.compile(r"""^[LG]\[['"](?P<name>[^'"]+)['"]\]""")
@@ -30,9 +31,9 @@ class Frame:
 
     @property
     def internal(self) -> bool:
-        """Part of PyTorch or of Python, or code that has no file."""
+        """Part of PyTorch, of Python or of this package, or code that has no file."""
         python = self.file.startswith(_PYTHON) and not any(f"{os.sep}{folder}{os.sep}" in self.file for folder in ("site-packages", "dist-packages"))
-        return python or self.file.startswith((_TORCH, "<"))
+        return python or self.file.startswith((_TORCH, _OWN, "<"))
 
 
 def frames_of(node: fx.Node) -> list[Frame]:
@@ -48,8 +49,8 @@ def frames_of(node: fx.Node) -> list[Frame]:
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame outside PyTorch and Python; failing that, the innermost."""
-    own = [frame for frame in frames if not frame.internal] or frames
+    """The innermost frame outside PyTorch and Python; failing that, the innermost that is not this package's."""
+    own = [frame for frame in frames if not frame.internal] or [frame for frame in frames if not frame.file.startswith(_OWN)]
     return own[-1] if own else None
 
 

@@ -238,14 +238,17 @@ stack               s + where(h < 1, 0*c0[q, k], c0[q, k])""",
         )
 
     def test_overwrites(self):
-        self.lines(OVERWRITES, """\
+        self.lines(
+            OVERWRITES,
+            """\
 select_scatter      where(q >= 3 and q < 4, c0[0, k], s)
 slice_scatter       s*where(k >= 2 and k < 4, 2, 1)
 diagonal_scatter    where(-1*q + k != 0, s, 3)
 index_put           where(not c0[q, k], s, -5)
 fill                where(k >= 1, s, 7)
 pad                 s
-constant_pad_nd     s""")
+constant_pad_nd     s""",
+        )
 
     def test_products(self):
         self.spelled(

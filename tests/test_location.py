@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import fa_inductor
 from fa_inductor.location import location_of, module_path_of, source_line_of
 
 
@@ -116,3 +117,10 @@ def test_unknown_positions_are_empty(stack):
 )
 def test_module_paths(path, expected):
     assert module_path_of(node(modules={"1": ("L['self']", Block), "2": (path, Block)})) == expected
+
+
+def test_frames_of_this_package_are_skipped():
+    """``explain`` calls the model; code without a file leaves nothing else."""
+    stack = f'  File "{fa_inductor.__file__}", line 9, in call\n    return self(*args)\n'
+    assert location_of(node(stack)) == ""
+    assert location_of(node('  File "/home/u/main.py", line 3, in main\n    f()\n' + stack)) == "/home/u/main.py:3"

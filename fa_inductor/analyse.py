@@ -22,7 +22,7 @@ from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction
 from .finite import finite_among
 from .graph import GraphContext
 from .index import ONE, ZERO, Expr, Space, equal, nonnegative, product, shape_of
-from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, refuse
+from .lift import DETACHED, REINDEXED, Lifter, refuse, unsupported
 from .near_softmax import ALTERED
 from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of, view_of
@@ -120,7 +120,7 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
         if blocked is not None and name_of(blocked) == "detach":
             raise refuse(DETACHED, "the scores are detached before the softmax, so eager gets no gradient through them", blocked)
         if blocked is not None:
-            raise refuse(UNSUPPORTED_OP, f"{blocked.target} stands between the score matmul and the softmax", blocked)
+            raise unsupported(blocked, "stands between the score matmul and the softmax")
         product = next((n for n in ends if name_of(n) in OTHER_PRODUCTS), None)
         if product is not None:
             raise refuse(PRODUCT, f"the scores come from {product.target}", product)

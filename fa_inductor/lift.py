@@ -20,12 +20,18 @@ from .graph import GraphContext
 from .index import Expr, Space, as_expr, broadcast_index, equal, mixed_radix, product, shape_of
 from .location import location_of
 from .patterns import generators, joins, overwrites, pointwise, views
+from .patterns.cell import Cell, kind_of
 from .program import ProgramBuilder
 from .program.ir import capture_type
 from .refusal import Refusal, Refused, declare
 from .site import Captured
 
-UNSUPPORTED_OP = declare("unsupported_op", "this op has no meaning inside a fused kernel; move it out of the path from matmul to softmax to matmul")
+UNSUPPORTED_OP = declare("unsupported_op", "a fused kernel sees one score at a time; move this op out of the path from matmul to softmax to matmul")
+NO_RULE = declare("no_rule", "an elementwise op, or a form of one, that is not known yet: write it with others (arithmetic, where, exp …), or open an issue")
+WHOLE_NUMBERS = declare(
+    "whole_numbers",
+    "a kernel rounds scores in its own way, and whole numbers made of them jump with the last bit: make them of something else than the scores",
+)
 DETACHED = declare("detached", "remove the detach (or no_grad) between the two matmuls, or put both of them under it")
 REINDEXED = declare("scores_reindexed", "a fused kernel sees one score at a time; here scores are read at two places (transposed, shifted or gathered)")
 
@@ -98,8 +104,8 @@ class Lifter:
             return value
         if views.name_of(node) == "detach":
             raise refuse(DETACHED, "the scores are detached on their way to the output, so eager gets no gradient through them", node)
-        if not liftable(node) or pointwise.kind_of(node.meta["val"].dtype) == "int":  # whole numbers of scores depend on their rounding
-            raise refuse(UNSUPPORTED_OP, f"{_op(node)} on the scores or probabilities cannot be expressed per element", node)
+        if not liftable(node) or kind_of(node.meta["val"].dtype) == "int":  # whole numbers of scores depend on their rounding
+            raise unsupported(node, "is applied to the scores or probabilities")
         return self._inside(node, index)
 
     def _inside(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
@@ -118,9 +124,9 @@ class Lifter:
             if value is not None:
                 return value
         rule = pointwise.RULES.get(views.name_of(node))
-        value = rule(pointwise.Cell(self.builder, node, lambda x: self.operand(x, index))) if rule else None
+        value = rule(Cell(self.builder, node, lambda x: self.operand(x, index))) if rule else None
         if value is None:
-            raise refuse(UNSUPPORTED_OP, f"this form of {_op(node)} cannot be expressed per element", node)
+            raise unsupported(node, "is read between the matmuls")
         return self._rounded(node, value)
 
     def _joined(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
@@ -289,6 +295,17 @@ def _op(node: fx.Node) -> str:
     return str(source.target) if isinstance(source, fx.Node) else str(node.target)
 
 
+def unsupported(node: fx.Node, where: str) -> Refused:
+    """The refusal of an op that is not lifted: one without a rule, or one that no rule can serve."""
+    jumps = views.name_of(node) in _STEPS or node.kwargs.get("rounding_mode") is not None or (liftable(node) and not node.meta["val"].dtype.is_floating_point)
+    code = WHOLE_NUMBERS if jumps else NO_RULE if pointwise.elementwise(node) else UNSUPPORTED_OP
+    form = " in this form" if views.name_of(node) in pointwise.RULES else ""
+    why = {WHOLE_NUMBERS: "which makes whole numbers", NO_RULE: f"which is elementwise, but has no rule{form}", UNSUPPORTED_OP: "which is not elementwise"}[
+        code
+    ]
+    return refuse(code, f"{_op(node)}, {why}, {where}", node)
+
+
 def _may_wrap(node: fx.Node, inputs: list[fx.Node]) -> bool:
     """32-bit integers wrap around: arithmetic on them, and casts to them from 64 bits, are not program arithmetic."""
     if node.meta["val"].dtype != torch.int32:
@@ -313,7 +330,10 @@ def liftable(node: fx.Node) -> bool:
 _UNKNOWN = Space({})
 
 
-_EXPENSIVE = frozenset({"exp", "log", "tanh", "sigmoid", "sqrt", "rsqrt", "pow", "reciprocal"})
+_EXPENSIVE = frozenset(
+    {"exp", "log", "log2", "log10", "tanh", "sigmoid", "sqrt", "rsqrt", "pow", "reciprocal", "sin", "cos", "gelu", "softplus", "log_sigmoid"}
+)
+_EXPENSIVE |= {"mish", "elu", "selu", "celu", "logaddexp", *(prefix + name for name in ("exp2", "expm1", "log1p", "erf") for prefix in ("", "special_"))}
 """Ops that a kernel would repeat for every head and query tile: computed inside only where that saves much memory."""
 
 
@@ -328,6 +348,7 @@ _EXACT = frozenset(
 )
 """Ops on floats that every implementation rounds alike."""
 _STEPS = frozenset({"floor", "ceil", "round", "trunc", "sign", "sgn", "fix", "floor_divide", "remainder", "fmod"})
+"""Ops that jump at whole numbers."""
 
 
 def _discrete(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from torch import fx
 from fa_inductor.index import ZERO, Expr, Space, as_expr, broadcast_index, shape_of
 from fa_inductor.program import ProgramBuilder
 
-from .pointwise import kind_of
+from .cell import kind_of
 from .views import argument, name_of, step, value_of
 
 

@@ -7,8 +7,6 @@ value of the node's element. Types follow ATen's promotion: the result type is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -16,33 +14,10 @@ from torch import fx
 from fa_inductor.program import ProgramBuilder
 from fa_inductor.program.ir import Type
 
-from .views import argument, name_of
+from .activations import ACTIVATIONS, fixed
+from .cell import Cell, Rule, kind_of
+from .views import name_of
 
-
-@dataclass(frozen=True)
-class Cell:
-    """One element of a pointwise node: ``read(x)`` is the program value of argument ``x`` (node or literal) there."""
-
-    builder: ProgramBuilder
-    node: fx.Node
-    read: Callable[[object], int]
-
-    def arg(self, position: int, name: str = "", default: object = None) -> object:
-        return argument(self.node, position, name, default)
-
-    def typed(self, position: int, kind: Type, name: str = "", default: object = None) -> int:
-        return self.builder.convert(self.read(self.arg(position, name, default)), kind)
-
-    @property
-    def kind(self) -> Type:
-        return kind_of(self.node.meta["val"].dtype)
-
-
-def kind_of(dtype: torch.dtype) -> Type:
-    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
-
-
-Rule = Callable[[Cell], "int | None"]
 RULES: dict[str, Rule] = {}
 
 
@@ -145,7 +120,8 @@ def _masked_fill(cell: Cell) -> int:
 
 
 def _clamp(cell: Cell) -> int | None:
-    if isinstance(cell.arg(1, "min"), fx.Node) and isinstance(cell.arg(2, "max"), fx.Node):
+    bounds = [x for x in (cell.arg(1, "min"), cell.arg(2, "max")) if isinstance(x, fx.Node)]
+    if len(bounds) == 2 and not all(map(fixed, bounds)):
         return None  # where two tensors' bounds meet, neither has a gradient
     value = cell.typed(0, cell.kind)
     for position, name, op in ((1, "min", "max"), (2, "max", "min")):
@@ -157,21 +133,6 @@ def _clamp(cell: Cell) -> int | None:
 
 def _clamp_one(name: str, op: str) -> Rule:
     return lambda cell: cell.builder.emit(op, cell.typed(0, cell.kind), cell.typed(1, cell.kind, name), value="first")
-
-
-def _pow(cell: Cell) -> int | None:
-    exponent, b = cell.arg(1, "exponent"), cell.builder
-    x = cell.typed(0, cell.kind)
-    if exponent in (2, 3, 4):
-        square = b.emit("mul", x, x)
-        return square if exponent == 2 else b.emit("mul", square, x if exponent == 3 else square)
-    if exponent == 0.5 and cell.kind == "float":
-        return b.emit("sqrt", x)
-    if exponent == -0.5 and cell.kind == "float":
-        return b.emit("div", b.const(1.0), b.emit("sqrt", x))
-    if exponent == -1 and cell.kind == "float":
-        return b.emit("div", b.const(1.0), x)
-    return None
 
 
 def _reciprocal(cell: Cell) -> int:
@@ -248,6 +209,7 @@ def _cast(cell: Cell) -> int:
 
 RULES.update(
     {
+        **ACTIVATIONS,
         "add": _binary("add"),
         "sub": _binary("sub"),
         "subtract": _binary("sub"),
@@ -278,7 +240,6 @@ RULES.update(
         "hardtanh": _clamp_between(-1.0, 1.0),
         "relu6": _clamp_between(0.0, 6.0),
         "addcmul": _addcmul,
-        "pow": _pow,
         "square": lambda cell: cell.builder.emit("mul", cell.typed(0, cell.kind), cell.typed(0, cell.kind)),
         "reciprocal": _reciprocal,
         "rsqrt": _rsqrt,
@@ -319,6 +280,17 @@ RULES.update(
         "not_equal": _compare("ne"),
     }
 )
+
+
+def elementwise(node: fx.Node) -> bool:
+    """Does PyTorch say so of the op, or of the one that it is another name of?"""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = name_of(node)
+    plain = getattr(torch.ops.aten, name.removeprefix("special_").replace("arc", "a", 1), None)
+    overloads = [node.target, *([getattr(plain, plain.overloads()[0])] if plain is not None and plain.__name__ != name else [])]
+    reduces = name in ("max", "min") and not (len(node.args) > 1 and isinstance(node.args[1], fx.Node))
+    return (name in RULES and not reduces) or any(torch.Tag.pointwise in o.tags for o in overloads)
 
 
 def accepts(node: fx.Node) -> bool:

@@ -193,7 +193,7 @@ REFUSED: list[tuple[str, Callable[..., Any]]] = [
     ("output_addend", lambda q, k, v: torch.addmm(q[0, 0], (q[0, 0] @ k[0, 0].mT).softmax(-1), v[0, 0])),
     ("post_softmax_op", lambda q, k, v: torch.nan_to_num((q @ k.mT).softmax(-1), nan=0.5) @ v),
     ("blocked_probabilities", lambda q, k, v: (q @ k.mT).softmax(-1).flip(-1) @ v),
-    ("unsupported_op", lambda q, k, v: ((q.detach() @ k.detach().mT * 40).to(torch.int8).float()).softmax(-1) @ v),
+    ("whole_numbers", lambda q, k, v: ((q.detach() @ k.detach().mT * 40).to(torch.int8).float()).softmax(-1) @ v),
 ]
 
 

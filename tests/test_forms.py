@@ -679,7 +679,8 @@ def test_form_fuses(name: str) -> None:
     check(function, inputs())
 
 
-LOW_PRECISION = ["causal_arange", "key_padding", "grouped_repeat_interleave", "alibi", "merged_batch_and_heads_masked", "softcap", "packed_qkv"]
+LOW_PRECISION = ["corner_gelu", "corner_softplus", "corner_elu", "corner_hardswish_above", "corner_power_of_three_halves", "corner_sin"]
+LOW_PRECISION += ["causal_arange", "key_padding", "grouped_repeat_interleave", "alibi", "merged_batch_and_heads_masked", "softcap", "packed_qkv"]
 
 
 @pytest.mark.parametrize("name", LOW_PRECISION)
@@ -769,9 +770,80 @@ CORNERS = {
     "threshold": lambda s: F.threshold(s, 0.0, -3.0),
     "addcmul": lambda s: torch.addcmul(s, s, s, value=0.1),
     "cube": lambda s: s**3 * 0.1,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda s: F.gelu(s, approximate="tanh"),
+    "erf": torch.erf,
+    "softplus": F.softplus,
+    "softplus_above_its_threshold": lambda s: F.softplus(s, beta=2.0, threshold=1.0),
+    "softplus_far_out": lambda s: F.softplus(s * 50) * 0.02,
+    "log_sigmoid": F.logsigmoid,
+    "mish": F.mish,
+    "mish_far_out": lambda s: F.mish(s * 50) * 0.02,
+    "elu": lambda s: F.elu(s, 0.7),
+    "elu_far_out": lambda s: F.elu(s * 50) * 0.02,
+    "selu": F.selu,
+    "celu": lambda s: F.celu(s, 1.5),
+    "hardsigmoid_above": lambda s: F.hardsigmoid(s * 3),
+    "hardsigmoid_below": lambda s: F.hardsigmoid(s * -3),
+    "hardswish_above": lambda s: F.hardswish(s * 3),
+    "hardswish_below": lambda s: F.hardswish(s * -3),
+    "softshrink": F.softshrink,
+    "hardshrink": F.hardshrink,
+    "prelu": lambda s: F.prelu(s, s.new_full((1,), 0.3)),
+    "sign": lambda s: torch.sign(s) * torch.sqrt(s.abs() + 1),
+    "softsign": F.softsign,
+    "tanhshrink": F.tanhshrink,
+    "sin": lambda s: torch.sin(s * 3),
+    "cos": lambda s: torch.cos(s * 3),
+    "exp2": lambda s: torch.exp2(s * 0.2),
+    "two_to_the_power": lambda s: 2 ** (s * 0.2),
+    "expm1": lambda s: torch.expm1(s * 0.2),
+    "log1p": lambda s: torch.log1p(s.abs()),
+    "log2": lambda s: torch.log2(s.abs() + 1),
+    "log10": lambda s: torch.log10(s.abs() + 1),
+    "fifth_power": lambda s: s**5 * 0.01,
+    "power_of_three_halves": lambda s: F.relu(s) ** 1.5,
+    "power_of_minus_two": lambda s: (s.abs() + 1) ** -2,
+    "power_of_minus_three_halves": lambda s: (s.abs() + 1) ** -1.5,
+    "lerp": lambda s: torch.lerp(s, torch.zeros_like(s), 0.3),
+    "lerp_from_the_other_end": lambda s: torch.lerp(torch.ones_like(s), s, 0.8),
+    "fmax": lambda s: torch.fmax(s, torch.zeros_like(s)),
+    "fmax_second": lambda s: torch.fmax(torch.zeros_like(s), s),
+    "fmin": lambda s: torch.fmin(s, torch.zeros_like(s)),
+    "logaddexp": lambda s: torch.logaddexp(s, torch.zeros_like(s)),
+    "logaddexp_of_equals": lambda s: torch.logaddexp(s, s * 1.0),
+    "clamp_between_tensors": lambda s: s.clamp(torch.zeros(L, 1, device=DEVICE), torch.ones(L, device=DEVICE)),
+    "clamp_to_a_tensor": lambda s: s.clamp(min=torch.zeros_like(s)),
+    "finite": lambda s: s.masked_fill(~torch.isfinite(s), -1e4),
 }
 for _name, _function in CORNERS.items():
     FORMS[f"corner_{_name}"] = (lambda q, k, v, b, f=_function: (f(q @ k.mT) + f(b)).softmax(-1) @ v), on_the_corner
+
+
+@pytest.mark.parametrize("fill", [-math.inf, math.inf])
+@pytest.mark.parametrize("name", CORNERS)
+def test_infinities_become_nan_where_eager_makes_it_of_them(name: str, fill: float) -> None:
+    torch.manual_seed(0)
+    inputs, added = qkv(), torch.zeros(L, L).masked_fill(torch.ones(L, L).triu(3).bool(), fill)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return CORNERS[name](q @ k.mT + added).softmax(-1) @ v
+
+    ours, sites = sites_of(attention, *inputs)
+    assert [s.fused for s in sites] == [True], sites[0]
+    theirs = attention(*inputs)
+    for a, b in zip(*((x, *torch.autograd.grad(x.sum(), inputs)) for x in (ours, theirs)), strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("bias", [-math.inf, 0.0])
+def test_logaddexp_of_equal_infinities(bias: float) -> None:
+    """Eager's gradient of two equal infinities is NaN."""
+    torch.manual_seed(0)
+    mask, other = torch.zeros(L, L), torch.zeros(L, L)
+    mask[3, 4], other[3, 4] = -math.inf, bias
+    sites = check(lambda q, k, v: torch.logaddexp(q @ k.mT + mask, other).softmax(-1) @ v, qkv())
+    assert sites[0].fused
 
 
 @form(lambda: [*qkv(), rand(L, L)])
@@ -879,7 +951,7 @@ def factor_of_a_batch_that_only_values_have(q, k, v, b):
     return ((q @ k.mT).softmax(-1) * b[:, None]) @ v
 
 
-@miss("unsupported_op", lambda: [*qkv(), rand(L, L), rand(L, L)])
+@miss("no_rule", lambda: [*qkv(), rand(L, L), rand(L, L)])
 def clamped_between_tensors(q, k, v, low, high):
     """Where the bounds meet neither has a gradient in eager."""
     return (q @ k.mT).clamp(low, high).softmax(-1) @ v
@@ -1084,6 +1156,38 @@ def scores_detached(q, k, v):
 @miss("not_attention")
 def classifier(q, k, v):
     return (q @ k.mT).softmax(-1)
+
+
+@miss("no_rule")
+def function_without_a_rule(q, k, v):
+    return torch.arctan(q @ k.mT).softmax(-1) @ v
+
+
+@miss("no_rule")
+def function_without_a_rule_in_a_mask(q, k, v):
+    s = q @ k.mT
+    return (s + torch.where(torch.special.i0(s) > 2, 0.0, -1.0)).softmax(-1) @ v
+
+
+@miss("no_rule")
+def power_that_costs_digits(q, k, v):
+    return ((q @ k.mT).abs() ** 1.7).softmax(-1) @ v
+
+
+@miss("whole_numbers")
+def rounded_scores(q, k, v):
+    """A last bit decides, which a kernel rounds in its own way."""
+    return (torch.round((q @ k.mT) * 8) / 8).softmax(-1) @ v
+
+
+@miss("whole_numbers")
+def scores_rounded_down_by_a_division(q, k, v):
+    return torch.div(q @ k.mT, 0.5, rounding_mode="floor").softmax(-1) @ v
+
+
+@miss("unsupported_op")
+def summed_up_scores(q, k, v):
+    return (q @ k.mT).cumsum(-1).softmax(-1) @ v
 
 
 @miss("no_score_matmul")

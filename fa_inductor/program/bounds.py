@@ -112,7 +112,7 @@ def _bound(node: Node, args: list[float], nodes: list[Node], fill: float | None)
         return max(args)
     if node.op in ("neg", "abs", "round", "to_float"):
         return args[0]
-    if node.op in ("tanh", "sigmoid"):
+    if node.op in ("tanh", "sigmoid", "erf", "sin", "cos"):
         return math.inf if math.isinf(args[0]) else 1.0  # of NaN it is NaN
     return math.inf
 

@@ -7,6 +7,7 @@ the captured tensor's gradient at that element is the sum of ``dload_i`` over al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from .builder import ProgramBuilder
@@ -69,8 +70,19 @@ def _adjoints(b: ProgramBuilder, node: Node, i: int, g: int) -> list[tuple[int, 
         return [(x, b.emit("neg", g))]
     if op == "exp":
         return [(x, b.emit("mul", g, i))]
-    if op == "log":
-        return [(x, b.emit("div", g, x))]
+    if op == "exp2":
+        return [(x, b.emit("mul", g, b.emit("mul", i, b.const(math.log(2)))))]
+    if op == "expm1":
+        return [(x, b.emit("mul", g, b.emit("add", i, one)))]
+    if op in ("log", "log1p"):
+        return [(x, b.emit("div", g, x if op == "log" else b.emit("add", x, one)))]
+    if op == "erf":
+        bell = b.emit("exp", b.emit("neg", b.emit("mul", x, x)))
+        return [(x, b.emit("mul", g, b.emit("mul", bell, b.const(2 / math.sqrt(math.pi)))))]
+    if op == "sin":
+        return [(x, b.emit("mul", g, b.emit("cos", x)))]
+    if op == "cos":
+        return [(x, b.emit("neg", b.emit("mul", g, b.emit("sin", x))))]
     if op == "tanh":
         return [(x, b.emit("mul", g, b.emit("sub", one, b.emit("mul", i, i))))]
     if op == "sigmoid":

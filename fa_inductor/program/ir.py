@@ -15,7 +15,7 @@ Operations
     arithmetic   ``add sub mul div min max neg abs`` on floats; ``add sub mul floordiv mod min max neg abs`` on ints
                  ``min max`` may carry a value that says who gets the gradient of a tie: "first" (clamp: the clamped value),
                  "second" (relu: the bound); without one it is split evenly, as torch.minimum and torch.maximum do
-    functions    ``exp log tanh sigmoid sqrt`` on floats
+    functions    ``exp exp2 expm1 log log1p tanh sigmoid sqrt erf sin cos`` on floats
     comparisons  ``lt le gt ge eq ne`` -> bool
     logic        ``and or not`` on bools, ``where`` (bool, x, y)
     conversions  ``to_float to_int to_bool`` (int conversion truncates), ``round`` (value: "f16" or "bf16"; rounds a float
@@ -33,7 +33,7 @@ Value = Union[bool, int, float, str, None]
 
 INDICES = ("b", "h", "q", "k")
 LEAVES = frozenset({"score", "grad", "const", "index", "size", "load"})
-FLOAT_UNARY = frozenset({"exp", "log", "tanh", "sigmoid", "sqrt"})
+FLOAT_UNARY = frozenset({"exp", "exp2", "expm1", "log", "log1p", "tanh", "sigmoid", "sqrt", "erf", "sin", "cos"})
 NUMBER_UNARY = frozenset({"neg", "abs"})
 NUMBER_BINARY = frozenset({"add", "sub", "mul", "min", "max"})
 FLOAT_BINARY = frozenset({"div"})

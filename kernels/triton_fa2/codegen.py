@@ -17,7 +17,7 @@ from typing import Any
 
 from fa_inductor.request import Plan
 
-from .helpers import KEEP, PHILOX, PHILOX_ASSEMBLY, TANH_APPROXIMATE, TANH_EXACT
+from .helpers import EXPM1, KEEP, LOG1P, PHILOX, PHILOX_ASSEMBLY, TANH_APPROXIMATE, TANH_EXACT
 from .template_backward import SUM, Wanted, columns_source, delta_source, dense_source, rows_source
 from .template_forward import forward_source
 from .template_whole import whole_source
@@ -42,6 +42,7 @@ def module_text(traits: Traits, kernel: str, on_gpu: bool = True) -> str:
     helpers = (PHILOX_ASSEMBLY if on_gpu else PHILOX) + KEEP if "fa2_keep(" in kernel else ""
     if "fa2_tanh(" in kernel:
         helpers += TANH_APPROXIMATE if on_gpu and not traits.plan.get("precision") else TANH_EXACT
+    helpers += "".join(text for name, text in (("fa2_expm1(", EXPM1), ("fa2_log1p(", LOG1P)) if name in kernel)
     return f"{_HEADER}\n{helpers}\n\n{kernel}"
 
 

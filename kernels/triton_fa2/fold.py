@@ -49,7 +49,7 @@ def may_be_minus_infinity(program: ScoreProgram, root: int) -> bool:
         node = program.nodes[i]
         if node.op == "const" and isinstance(node.value, float) and math.isinf(node.value):
             return True
-        if node.type == "float" and node.op in ("load", "log", "div", "exp", "sqrt") and not _by_constant(program.nodes, node):
+        if node.type == "float" and node.op in ("load", "log", "log1p", "div", "exp", "exp2", "expm1", "sqrt") and not _by_constant(program.nodes, node):
             return True
     return False
 

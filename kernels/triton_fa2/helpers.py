@@ -1,4 +1,4 @@
-"""Device functions in the generated modules: soft-capping's tanh and the dropout mask."""
+"""Device functions in the generated modules: functions that Triton lacks and the dropout mask."""
 
 from __future__ import annotations
 
@@ -21,6 +21,31 @@ def fa2_tanh(x):
     near = x + x * (y * series)
     far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * 2.8853900817779268) + 1.0)
     return tl.where(tl.abs(x) < 0.35, near, tl.where(x < 0.0, -far, far))
+"""
+
+EXPM1 = """
+@triton.jit
+def fa2_expm1(x):
+    # a series near 0, where exp(x) - 1 cancels
+    series = 1.0 / 362880.0
+    series = series * x + 1.0 / 40320.0
+    series = series * x + 1.0 / 5040.0
+    series = series * x + 1.0 / 720.0
+    series = series * x + 1.0 / 120.0
+    series = series * x + 1.0 / 24.0
+    series = series * x + 1.0 / 6.0
+    series = series * x + 0.5
+    near = x + x * (x * series)
+    return tl.where(tl.abs(x) < 0.5, near, tl.exp2(x * 1.4426950408889634) - 1.0)
+"""
+
+LOG1P = """
+@triton.jit
+def fa2_log1p(x):
+    # what rounding 1 + x loses is made good by x / (y - 1) (Goldberg, ACM Computing Surveys 1991, theorem 4)
+    y = 1.0 + x
+    rounded = y - 1.0
+    return tl.where(rounded == 0.0, x, tl.where(y == float("inf"), y, tl.log(y) * (x / rounded)))
 """
 
 _REGISTERS = "c0, c1, c2, c3, k0, k1, lo0, hi0, lo1, hi1"

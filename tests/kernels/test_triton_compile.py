@@ -55,6 +55,22 @@ def test_softcap_uses_the_hardware_tanh() -> None:
         assert ("tanh.approx.f32" in compile_kernel(function, plan, name, dtype, (9, 0)).assembly) is used
 
 
+def test_functions_of_scores_compile() -> None:
+    from dataclasses import replace
+
+    from triton_offline import compile_kernel, kernels, plan_of
+
+    from fa_inductor.program import ProgramBuilder
+
+    plan, b = plan_of("plain", 32, torch.float32), ProgramBuilder()
+    value = b.score()
+    for op in ("erf", "sin", "cos", "exp2", "expm1", "log1p"):
+        value = b.emit(op, value)
+    plan = replace(plan, program=b.finish(value))
+    for name, function in kernels(plan):
+        compile_kernel(function, plan, name, torch.float32, (9, 0))
+
+
 @pytest.mark.parametrize("form", ["plain", "bottom_right_min", "causal_padding_min", "bias_hqk_grad", "alibi_grad"])
 def test_lengths_of_one_may_be_constants(form: str) -> None:
     from triton_offline import compile_kernel, kernels, plan_of

@@ -108,5 +108,9 @@ def test_split_columns(worker: Worker, form: str) -> None:
     worker.run("split_columns", form=form)
 
 
+def test_functions_near_zero(worker: Worker) -> None:
+    worker.run("functions_near_zero")
+
+
 def test_strides_follow_inputs(worker: Worker) -> None:
     worker.run("strides_follow_inputs")

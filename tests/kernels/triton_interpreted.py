@@ -240,6 +240,29 @@ def form(name: str) -> None:
     assert {site.kernel for site in sites} == {"triton_fa2"}
 
 
+def functions_near_zero() -> None:
+    """log(1 + x) and exp(x) - 1 keep their digits where x is small, and their limits."""
+    import torch
+
+    from fa_inductor.kernels.triton_fa2.codegen import load_module
+    from fa_inductor.kernels.triton_fa2.helpers import EXPM1, LOG1P
+
+    kernel = """
+@triton.jit
+def apply(X, Y, Z):
+    i = tl.arange(0, 256)
+    tl.store(Y + i, fa2_expm1(tl.load(X + i)))
+    tl.store(Z + i, fa2_log1p(tl.load(X + i)))
+"""
+    module = load_module(f"import triton\nimport triton.language as tl\n{EXPM1}{LOG1P}{kernel}")
+    sizes = torch.logspace(-9, 1, 125)
+    x = torch.cat([sizes, -sizes, torch.tensor([0.0, -1.0, -2.0, float("inf"), -float("inf"), float("nan")])])
+    y, z = torch.empty_like(x), torch.empty_like(x)
+    module.apply[(1,)](x, y, z)
+    for ours, function in ((y, torch.expm1), (z, torch.log1p)):
+        torch.testing.assert_close(ours.double(), function(x.double()), rtol=6e-7, atol=0.0, equal_nan=True)
+
+
 def strides_follow_inputs() -> None:
     """out and every gradient lie in memory as their input does."""
     from kernel_cases import Case, Dims, problem, run_kernel
@@ -263,6 +286,7 @@ CHECKS: dict[str, Callable[..., None]] = {
         split_columns,
         whole_launches,
         form,
+        functions_near_zero,
         strides_follow_inputs,
     )
 }

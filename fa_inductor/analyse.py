@@ -22,7 +22,7 @@ from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction
 from .finite import finite_among
 from .graph import GraphContext
 from .index import ONE, ZERO, Expr, Space, equal, nonnegative, product, shape_of
-from .lift import DETACHED, REINDEXED, Lifter, refuse, unsupported
+from .lift import DETACHED, REINDEXED, Lifter, hooked, refuse, unsupported
 from .near_softmax import ALTERED
 from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of, view_of
@@ -48,7 +48,10 @@ OTHER_AXIS = declare(
 NOT_CANONICAL = declare("not_query_times_key", "the score matmul does not pair one query with one key (check permutes, and that no head mixing sits between)")
 OPERANDS = declare("operand_layout", "Q, K or V is read through an index that is not a reshape, permute or expand")
 MUTATION = declare("mutation", "a tensor that the attention reads is written to between the two matmuls; move the write before or after")
-GRAD_MODE = declare("grad_mode", "the scores and the output are computed under different grad modes")
+GRAD_MODE = declare(
+    "grad_mode",
+    "compute scores, softmax and the product with the values under one grad mode; if v alone needs a gradient, detach queries and keys (and biases) instead",
+)
 ESCAPED_DROPOUT = declare(
     "escape_after_dropout",
     "the probabilities after dropout are used elsewhere too, with the same random mask; return them before dropout, or set p=0",
@@ -108,6 +111,10 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
             if name_of(node) in _REDUCTIONS and any(_feeds_contraction(u) for u in node.users):
                 raise refuse(RENORMALISED, f"{node.target} over the probabilities stands between the softmax and the second matmul", node)
         blocked = next((n for n in candidate.others if n.op == "call_function" and reaches_contraction(n)), None)
+        if blocked is not None and name_of(blocked) == "detach":
+            raise refuse(DETACHED, "the probabilities are detached before the product with the values, so eager gets no gradient through them", blocked)
+        if blocked is not None and hooked(blocked):
+            raise unsupported(blocked, "stands between the softmax and the matmul")
         if blocked is not None:
             raise refuse(BLOCKED, f"{blocked.target} stands between the softmax and the matmul", blocked)
         product = next((n for n in candidate.others if name_of(n) in OTHER_PRODUCTS), None)
@@ -515,12 +522,25 @@ class Region:
                 raise refuse(ESCAPED_DROPOUT, f"{outside[0].name} uses the probabilities after dropout too", outside[0])
         return any(u not in region for n in path for u in n.users)
 
+    def _check_grad_mode(self, carriers: list[fx.Node]) -> None:
+        mode = self.context.grad_mode
+        if len({mode[n] for n in carriers}) <= 1:
+            return
+        made = {n for n in carriers if n in self.before or n in self.anchor.parts}
+        modes = {mode[n] for n in made}
+        if len(modes) > 1 or len({mode[n] for n in carriers if n not in made}) > 1:
+            text = "part of the scores and their softmax is computed under no_grad and part is not"
+        elif True in modes:
+            text = "the probabilities are computed with gradients, the product with the values under no_grad"
+        else:
+            text = "the probabilities are computed under no_grad, the product with the values is not"
+        raise refuse(GRAD_MODE, text, self.second)
+
     def _check_modes(self, region: frozenset[fx.Node], chains: set[fx.Node], captures: tuple[Captured, ...], views: dict[str, View4]) -> None:
         """Grad mode is one throughout, and nothing is written to between its first read in the region and the output."""
-        order, mode = self.context.order, self.context.grad_mode
+        order = self.context.order
         carriers = [*(n for n in region if n in self.before or n in self.after), *self.anchor.parts]
-        if len({mode[n] for n in carriers}) > 1:
-            raise refuse(GRAD_MODE, "part of the scores is computed under no_grad and part is not", self.second)
+        self._check_grad_mode(carriers)
         last = order[self.result]
         read = set(region) | chains
         for node in {*(c.node for c in captures), *(v.node for v in views.values())}:

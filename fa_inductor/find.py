@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from .lift import liftable
@@ -113,10 +114,31 @@ def score_contractions(source: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def blocker(ends: list[fx.Node]) -> fx.Node | None:
-    """The op between a matrix product and the softmax that cannot be lifted, if there is one right behind it."""
+    """The op nearest to the softmax, between it and a matrix product, that cannot be lifted; behind it only ops that keep the shape are passed."""
     for end in ends:
         node = end.args[0] if name_of(end) == "getitem" else end  # one output of an op with several
         assert isinstance(node, fx.Node)
-        if any(score_contractions(n)[0] for n in node.all_input_nodes):
+        if any(map(_comes_from_product, _tensors(node))):
             return node
     return None
+
+
+def _comes_from_product(node: fx.Node) -> bool:
+    seen, queue = {node}, [node]
+    while queue:
+        found, ends = score_contractions(queue.pop())
+        if found:
+            return True
+        same = [n for end in ends for n in _tensors(end) if n not in seen and _shape(n) == _shape(end)]
+        seen.update(same)
+        queue += same
+    return False
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _shape(node: fx.Node) -> tuple[object, ...] | None:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None

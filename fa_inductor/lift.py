@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from .graph import GraphContext
 from .index import Expr, Space, as_expr, broadcast_index, equal, mixed_radix, product, shape_of
-from .location import location_of
+from .location import frames_of, location_of
 from .patterns import generators, joins, overwrites, pointwise, views
 from .patterns.cell import Cell, kind_of
 from .program import ProgramBuilder
@@ -32,7 +32,11 @@ WHOLE_NUMBERS = declare(
     "whole_numbers",
     "a kernel rounds scores in its own way, and whole numbers made of them jump with the last bit: make them of something else than the scores",
 )
-DETACHED = declare("detached", "remove the detach (or no_grad) between the two matmuls, or put both of them under it")
+DETACHED = declare(
+    "detached",
+    "remove the detach (or no_grad) between the two matmuls, put both of them under it, or detach queries and keys (and biases) before the first instead",
+)
+HOOKED = declare("gradient_hook", "a fused kernel never holds the gradient of scores or probabilities: register the hook on q, k, v or the output instead")
 REINDEXED = declare("scores_reindexed", "a fused kernel sees one score at a time; here scores are read at two places (transposed, shifted or gathered)")
 
 Leaf = Callable[["Lifter", fx.Node, tuple[Expr, ...]], "int | None"]
@@ -295,15 +299,23 @@ def _op(node: fx.Node) -> str:
     return str(source.target) if isinstance(source, fx.Node) else str(node.target)
 
 
+def hooked(node: fx.Node) -> bool:
+    """A hook on a gradient, which Dynamo made an autograd function of before it had an operator for it."""
+    name = getattr(node.target, "__name__", "")
+    return name == "register_hook" or (name == "autograd_function_apply" and any("register_hook(" in f.source for f in frames_of(node)))
+
+
 def unsupported(node: fx.Node, where: str) -> Refused:
     """The refusal of an op that is not lifted: one without a rule, or one that no rule can serve."""
-    jumps = views.name_of(node) in _STEPS or node.kwargs.get("rounding_mode") is not None or (liftable(node) and not node.meta["val"].dtype.is_floating_point)
-    code = WHOLE_NUMBERS if jumps else NO_RULE if pointwise.elementwise(node) else UNSUPPORTED_OP
-    form = " in this form" if views.name_of(node) in pointwise.RULES else ""
-    why = {WHOLE_NUMBERS: "which makes whole numbers", NO_RULE: f"which is elementwise, but has no rule{form}", UNSUPPORTED_OP: "which is not elementwise"}[
-        code
-    ]
-    return refuse(code, f"{_op(node)}, {why}, {where}", node)
+    if hooked(node):
+        return refuse(HOOKED, f"a gradient hook {where}", node)
+    if views.name_of(node) in _STEPS or node.kwargs.get("rounding_mode") is not None or (liftable(node) and not node.meta["val"].dtype.is_floating_point):
+        return refuse(WHOLE_NUMBERS, f"{_op(node)}, which makes whole numbers, {where}", node)
+    if pointwise.elementwise(node):
+        form = " in this form" if views.name_of(node) in pointwise.RULES else ""
+        return refuse(NO_RULE, f"{_op(node)}, which is elementwise, but has no rule{form}, {where}", node)
+    known = getattr(node.target, "namespace", "") == "aten" or views.name_of(node) == "getitem"
+    return refuse(UNSUPPORTED_OP, f"{_op(node)}, {'which is not elementwise' if known else 'of which nothing is known'}, {where}", node)
 
 
 def _may_wrap(node: fx.Node, inputs: list[fx.Node]) -> bool:

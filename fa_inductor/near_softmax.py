@@ -5,12 +5,13 @@ An exponential whose sum over one axis divides it again, or divides what a matri
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from .lift import liftable
 from .location import location_of
 from .patterns.contraction import is_contraction
-from .patterns.exponentials import DIVISIONS, MULTIPLICATIONS, power
+from .patterns.exponentials import DIVISIONS, MULTIPLICATIONS, power, quotients, reduction, through_casts, without_floor, without_shift
 from .patterns.softmax import Softmax
 from .patterns.views import argument, name_of
 from .refusal import Refusal, declare
@@ -20,7 +21,8 @@ DEFERRED = declare(
 )
 ALTERED = declare(
     "altered_softmax",
-    "only exp(x) over its own sum along one axis is a softmax; 1 or exp(t) may be added to the sum, and a tiny number where the maximum is subtracted",
+    "only exp(x) over its own sum along one axis is a softmax; 1 or exp(t) may be added to the sum, or where the maximum is subtracted exp(t - max) or "
+    "a number up to a quarter of the dtype's eps (3e-8 in float32), which alone changes nothing; beside a mask on exp(x) no number may",
 )
 OTHERS = ("_masked_softmax",)
 SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum")
@@ -50,7 +52,7 @@ def near_softmax(node: fx.Node, parts: set[fx.Node]) -> tuple[Softmax, Refusal] 
         division = _division(_elementwise({total}, parts), values if total in products else values | outputs)
         if isinstance(axis, int) and division is not None:
             deferred = not any(n in values for n in division.all_input_nodes)
-            return Softmax(node, source, axis % node.meta["val"].dim(), "exp / sum", (node,)), _why(node, division, deferred)
+            return Softmax(node, source, axis % node.meta["val"].dim(), "exp / sum", (node,)), _why(node, division, total, deferred)
     return None
 
 
@@ -67,11 +69,35 @@ def _other(node: fx.Node) -> tuple[Softmax, Refusal] | None:
     return Softmax(node, source, source.meta["val"].dim() - 1, name_of(node), (node,)), why
 
 
-def _why(node: fx.Node, division: fx.Node, deferred: bool) -> Refusal:
+def _why(node: fx.Node, division: fx.Node, total: fx.Node, deferred: bool) -> Refusal:
     where = division.name, location_of(division)
+    added = _number_added(division, total)
+    if added is not None:
+        return Refusal(ALTERED, added, *where)
     if deferred:
         return Refusal(DEFERRED, "the matrix product with exp(x) is divided by the sum of exp(x) afterwards", *where)
     return Refusal(ALTERED, f"what {division.target} applies to exp(x) is not its own sum over one axis", *where)
+
+
+def _number_added(division: fx.Node, total: fx.Node) -> str | None:
+    """A sentence on the number that is added to ``total``, or limits it, where that is what matters."""
+    for divisor in (divisor for _, divisor in quotients(division)):
+        inner = through_casts(divisor)
+        if inner is None or name_of(inner) not in ("add", "clamp", "clamp_min", "clip") or len(inner.args) < 2 or not isinstance(inner.args[1], (int, float)):
+            continue
+        if reduction(inner.args[0], ("sum",), total.args[0]) is not total:
+            continue
+        adds = name_of(inner) == "add"
+        number = f"{inner.args[1]:g} is added to the sum" if adds else f"the sum is made at least {inner.args[1]:g}"
+        exponential = power(total.args[0])
+        if exponential is None:
+            return f"{number}, which a mask may have made as small"
+        if without_shift(exponential[0], argument(total, 1, "dim")) is exponential[0]:
+            return f"{number}, which may be as small: no maximum is subtracted"
+        if without_floor(divisor) is divisor:
+            lost = f", in which only up to {torch.finfo(inner.meta['val'].dtype).eps / 4:.1g} is lost" if adds else ""
+            return f"{number} and counts: the sum may be 1{lost}"
+    return None
 
 
 def _division(sums: set[fx.Node], values: set[fx.Node]) -> fx.Node | None:

@@ -20,6 +20,7 @@ from .refusal import Refusal
 
 _BEFORE = "the graph is broken between the score matmul and the softmax"
 _AFTER = "the graph is broken between the softmax and the matmul with the values"
+_PICKS = ("index", "index_select", "gather", "take_along_dim")
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
 
 
@@ -68,13 +69,13 @@ def _break_around(probabilities: fx.Node) -> Break | None:
 
 
 def _graph_inputs(node: fx.Node) -> list[fx.Node]:
-    """Floating-point inputs of the graph that ``node`` is made of through views and elementwise ops."""
+    """Floating-point inputs of the graph that ``node`` is made of through views, elementwise ops and a choice of heads or rows."""
     found, seen, queue = [], {node}, [node]
     while queue:
         node = queue.pop(0)
         if node.op == "placeholder" and node.meta["val"].is_floating_point() and node.meta["val"].dim() > 1:
             found.append(node)
-        for n in node.all_input_nodes if liftable(node) else ():
+        for n in node.all_input_nodes if liftable(node) or _name(node) in _PICKS else ():
             if n not in seen and isinstance(n.meta.get("val"), torch.Tensor):
                 seen.add(n)
                 queue.append(n)

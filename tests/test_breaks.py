@@ -75,6 +75,18 @@ def asks_for_a_break(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return s.softmax(-1) @ v
 
 
+def breaks_before_some_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT
+    torch._dynamo.graph_break()
+    return s[:, [1, 0]].softmax(-1) @ v
+
+
+def breaks_before_rows_are_picked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT
+    torch._dynamo.graph_break()
+    return s.index_select(2, torch.tensor([1, 3])).softmax(-1) @ v
+
+
 def logs_by_the_module(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The break itself is in Python's own logging."""
     s = q @ k.mT
@@ -155,6 +167,8 @@ TORN: dict[str, tuple[Callable[..., Tensor], str, str, Callable[..., Any], str]]
     "logger": (logs_the_shape, "break_print", BEFORE, logs_the_shape, "log.warning"),
     "branch": (branches_on_scores, "break_value", BEFORE, branches_on_scores, "if s.max"),
     "graph_break": (asks_for_a_break, "break_asked", BEFORE, asks_for_a_break, "graph_break()"),
+    "heads": (breaks_before_some_heads, "break_asked", BEFORE, breaks_before_some_heads, "graph_break()"),
+    "rows": (breaks_before_rows_are_picked, "break_asked", BEFORE, breaks_before_rows_are_picked, "graph_break()"),
     "logging": (logs_by_the_module, "break_print", BEFORE, logs_by_the_module, "logging.warning"),
     "another builtin": (sleeps, "graph_break", BEFORE, sleeps, "time.sleep"),
     "two in a row": (two_lines, "break_print", BEFORE, two_lines, '"one"'),

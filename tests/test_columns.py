@@ -289,7 +289,7 @@ def test_near_misses() -> None:
         "\n".join(f"{name}: {code}: {text}" for name, (code, text) in found.items()),
         """\
 some_keys: softmax_axis: the softmax runs over dimension 3 of (2, 3, 17, 17), the matmul sums over 16 of its 17 places
-one_next_to_exponentials_less_the_maximum: altered_softmax: what aten.div.Tensor applies to exp(x) is not its own sum over one axis
+one_next_to_exponentials_less_the_maximum: altered_softmax: 1 is added to the sum and counts: the sum may be 1, in which only up to 3e-08 is lost
 other_maximum: altered_softmax: what aten.div.Tensor applies to exp(x) is not its own sum over one axis
 term_of_any_sign: altered_softmax: what aten.div.Tensor applies to exp(x) is not its own sum over one axis
 term_for_each_key: altered_softmax: what aten.div.Tensor applies to exp(x) is not its own sum over one axis

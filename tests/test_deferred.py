@@ -287,9 +287,9 @@ sums_of_the_next_head: deferred_division: the matrix product with exp(x) is divi
 sum_along_the_queries: softmax_axis: the softmax runs over dimension 2 of (2, 3, 17, 17), the matmul sums over another
 sum_of_some_keys: deferred_division: the matrix product with exp(x) is divided by the sum of exp(x) afterwards
 detached_sum: deferred_division: the matrix product with exp(x) is divided by the sum of exp(x) afterwards
-sum_without_gradient: grad_mode: part of the scores is computed under no_grad and part is not
-tiny_number_without_the_maximum: deferred_division: the matrix product with exp(x) is divided by the sum of exp(x) afterwards
-tiny_number_and_a_mask: deferred_division: the matrix product with exp(x) is divided by the sum of exp(x) afterwards
+sum_without_gradient: grad_mode: part of the scores and their softmax is computed under no_grad and part is not
+tiny_number_without_the_maximum: altered_softmax: 1e-09 is added to the sum, which may be as small: no maximum is subtracted
+tiny_number_and_a_mask: altered_softmax: 1e-09 is added to the sum, which a mask may have made as small
 weights_for_ones: deferred_division: the matrix product with exp(x) is divided by the sums of other rows, or over another axis
 twos_for_ones: deferred_division: the matrix product with exp(x) is divided by the sums of other rows, or over another axis
 any_factor: altered_softmax: the exponentials are multiplied by what is not known to be 0 or 1

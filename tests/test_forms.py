@@ -1153,6 +1153,43 @@ def scores_detached(q, k, v):
     return (q @ k.mT).detach().softmax(-1) @ v
 
 
+@miss("detached")
+def probabilities_detached(q, k, v):
+    return (q @ k.mT).softmax(-1).detach() @ v
+
+
+@miss("grad_mode")
+def probabilities_without_gradient(q, k, v):
+    with torch.no_grad():
+        p = (q @ k.mT).softmax(-1)
+    return p @ v
+
+
+@form()
+def queries_and_keys_detached(q, k, v):
+    """What to write instead of both."""
+    return (q.detach() @ k.detach().mT).softmax(-1) @ v + 0 * (q + k)
+
+
+@miss("gradient_hook")
+def hook_on_the_scores(q, k, v):
+    s = q @ k.mT
+    s.register_hook(lambda g: g * 2)
+    return s.softmax(-1) @ v
+
+
+@miss("gradient_hook")
+def hook_on_the_probabilities(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    p.register_hook(lambda g: g * 2)
+    return p @ v
+
+
+@miss("unsupported_op")
+def two_that_are_not_elementwise(q, k, v):
+    return (q @ k.mT).cumsum(-1).flip(-1).softmax(-1) @ v
+
+
 @miss("not_attention")
 def classifier(q, k, v):
     return (q @ k.mT).softmax(-1)
@@ -1256,6 +1293,57 @@ def test_near_miss_is_refused(name: str) -> None:
     refusal = sites[0].refusal
     assert refusal is not None and refusal.code == code, str(refusal)
     assert "test_forms.py:" in sites[0].location
+
+
+def added_to_the_sum(number: float, masked: bool = False, shifted: bool = True, deferred: bool = False) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT
+        e = (s - s.amax(-1, keepdim=True) if shifted else s).exp()
+        e = e * (torch.arange(L) < 5) if masked else e
+        total = e.sum(-1, keepdim=True) + number
+        return (e @ v) / total if deferred else e / total @ v
+
+    return attention
+
+
+def test_refusals_say_what_is_in_the_way() -> None:
+    found = {}
+    for name, function in {
+        **{name: MISSES[name][0] for name in ("probabilities_detached", "scores_detached", "hook_on_the_scores", "hook_on_the_probabilities")},
+        "probabilities without gradient": MISSES["probabilities_without_gradient"][0],
+        "product without gradient": product_without_gradient,
+        "two ops": MISSES["two_that_are_not_elementwise"][0],
+        "no rule": MISSES["function_without_a_rule"][0],
+        "no rule for these arguments": MISSES["power_that_costs_digits"][0],
+        "rounding": MISSES["rounded_scores"][0],
+        "1e-6": added_to_the_sum(1e-6),
+        "1e-9 and a mask": added_to_the_sum(1e-9, masked=True),
+        "1e-6 without the maximum, behind": added_to_the_sum(1e-6, shifted=False, deferred=True),
+        "1e-6 behind": added_to_the_sum(1e-6, deferred=True),
+    }.items():
+        _, sites = sites_of(function, *qkv())
+        found[name] = "; ".join(str(s.refusal and f"{s.refusal.code}: {s.refusal.text}") for s in sites)
+    assert_expected_inline("\n".join(f"{name}: {text}" for name, text in found.items()), """\
+probabilities_detached: detached: the probabilities are detached before the product with the values, so eager gets no gradient through them
+scores_detached: detached: the scores are detached before the softmax, so eager gets no gradient through them
+hook_on_the_scores: gradient_hook: a gradient hook stands between the score matmul and the softmax
+hook_on_the_probabilities: gradient_hook: a gradient hook stands between the softmax and the matmul
+probabilities without gradient: grad_mode: the probabilities are computed under no_grad, the product with the values is not
+product without gradient: grad_mode: the probabilities are computed with gradients, the product with the values under no_grad
+two ops: unsupported_op: aten.flip.default, which is not elementwise, stands between the score matmul and the softmax
+no rule: no_rule: aten.arctan.default, which is elementwise, but has no rule, stands between the score matmul and the softmax
+no rule for these arguments: no_rule: aten.pow.Tensor_Scalar, which is elementwise, but has no rule in this form, stands between the score matmul and the softmax
+rounding: whole_numbers: aten.round.default, which makes whole numbers, stands between the score matmul and the softmax
+1e-6: altered_softmax: 1e-06 is added to the sum and counts: the sum may be 1, in which only up to 3e-08 is lost
+1e-9 and a mask: altered_softmax: 1e-09 is added to the sum, which a mask may have made as small
+1e-6 without the maximum, behind: altered_softmax: 1e-06 is added to the sum, which may be as small: no maximum is subtracted
+1e-6 behind: altered_softmax: 1e-06 is added to the sum and counts: the sum may be 1, in which only up to 3e-08 is lost""")
+
+
+def product_without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = (q @ k.mT).softmax(-1)
+    with torch.no_grad():
+        return p @ v
 
 
 def test_write_between_the_matmuls_is_refused() -> None:

@@ -449,7 +449,7 @@ def test_near_misses() -> None:
 without_values: joined_scores: the softmax runs over 21 scores besides those of the 17 keys
 joined_along_the_queries: not_query_times_key: Q is read at an index that depends on the part of a concatenation
 one_piece_detached: joined_scores: some of the joined scores that have values of their own are no matrix product
-one_piece_without_gradient: grad_mode: part of the scores is computed under no_grad and part is not
+one_piece_without_gradient: grad_mode: part of the scores and their softmax is computed under no_grad and part is not
 values_from_the_first_output: joined_order: matmul_2 is computed after the first of the outputs and read for another
 values_by_a_late_product: joined_order: matmul_4 is computed after the first of the outputs and read for another
 dropped_and_used: escape_after_dropout: output uses the probabilities after dropout too

@@ -72,6 +72,7 @@ B, H, Q, DV = (D.symbol(n) for n in ("b", "h", "q", "dv"))
 NAMES: dict[sympy.Symbol, str] = {B: "b", H: "h", Q: "q", K: "k"}
 _LARGE = 256.0
 """More than this added to scores takes digits from them that count."""
+_BY_INDEX = (OTHER_AXIS, NOT_CANONICAL, OPERANDS, JOINED, REINDEXED, UNSUPPORTED_OP)
 _REDUCTIONS = ("sum", "mean", "amax", "max", "norm", "softmax", "_softmax", "topk", "std", "var", "layer_norm")
 
 
@@ -144,6 +145,17 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
                     failure, reached = refused, region.reads_scores
     assert failure is not None
     raise failure
+
+
+def with_symbols(refused: Refused, candidate: Candidate) -> Refused:
+    """``refused``, which also says that sizes are symbols where that may be why an index was not understood."""
+    products = [*candidate.contractions, *score_contractions(candidate.anchor.input)[0]]
+    tensors = {n for product in products for n in (product, *product.all_input_nodes) if isinstance(n.meta["val"], torch.Tensor)}
+    names = sorted({str(s) for n in tensors for size in shape_of(n.meta["val"]) for s in size.free_symbols})
+    if not names or refused.refusal.code not in _BY_INDEX:
+        return refused
+    text = f"{refused.refusal.text} (sizes are symbols, {', '.join(names)}: what is not known for all their values does not count)"
+    return Refused(replace(refused.refusal, text=text))
 
 
 def _with_others(context: GraphContext, candidate: Candidate, site: AttentionSite, firsts: list[fx.Node]) -> AttentionSite:
@@ -251,11 +263,11 @@ class Region:
         """
         quotient = Quotient(self.context, space, self.anchor.quotient, index) if self.anchor.quotient is not None else None
         start = ZERO if self.part is None else self.part.start
-        second = describe(self.second, quotient.product if quotient is not None else index, start + K)
+        second = describe(self.second, quotient.product if quotient is not None else index, start + K, self.after)
         if second is not None and self.part is not None and self.part.size is not None:
             second = replace(second, size=self.part.size)
         if second is None:
-            raise refuse(NOT_CANONICAL, "this spelling of the second matmul is not a product of two operands over one axis", self.second)
+            raise refuse(NOT_CANONICAL, "this spelling of the second matmul does not sum products of two operands over dimensions that both have", self.second)
         if second.addend is not None and name_of(self.second) == "linear":
             raise refuse(NOT_ATTENTION, "the probabilities go into a Linear layer with a bias: a gate", self.second)
         if (second.addend is not None and second.beta != 0) or second.alpha != 1:
@@ -335,7 +347,7 @@ class Region:
                 return None
             found = describe(node, index, DIM)
             if found is None:
-                raise refuse(NOT_CANONICAL, "this spelling of the score matmul is not a product of two operands over one axis", node)
+                raise refuse(NOT_CANONICAL, "this spelling of the score matmul does not sum products of two operands over dimensions that both have", node)
             self._check_addend(found)
             reads.append(found)
             value = lifter.builder.score()

@@ -12,6 +12,7 @@ from torch import fx
 from .index import Expr, as_expr
 from .normalize.aliases import storage_keys, written_args
 from .patterns.views import name_of
+from .sizes import definition
 
 
 class GraphContext:
@@ -92,6 +93,7 @@ class GraphContext:
                 self.writes.append(node)
             value = node.meta.get("val")
             if node.op == "placeholder" and isinstance(value, torch.SymInt):
+                self._size_nodes.setdefault(value.node.expr, node)
                 self._size_nodes.setdefault(as_expr(value), node)
 
     def _wants_grad(self, node: fx.Node, mode: bool, grad_enabled: bool) -> bool:
@@ -115,7 +117,8 @@ class GraphContext:
         if known is not None:
             return known
         if isinstance(expr, sympy.Symbol):
-            return self._read_size(expr)
+            quotient = definition(expr)
+            return self._read_size(expr) if quotient is None else self.size_node(quotient, before)
         with self.graph.inserting_before(before):
             return self._arithmetic(expr, before)
 
@@ -131,7 +134,7 @@ class GraphContext:
             if node.op != "placeholder" or not isinstance(value, torch.Tensor):
                 continue
             for dim, size in enumerate(value.shape):
-                if as_expr(size) == symbol:
+                if as_expr(size) == symbol or (isinstance(size, torch.SymInt) and size.node.expr == symbol):
                     assert last is not None
                     with self.graph.inserting_after(last):
                         read = self.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))

@@ -9,44 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-Expr = Any
-"""A sympy expression (sympy is not typed)."""
+from .sizes import ONE as ONE
+from .sizes import Expr as Expr
+from .sizes import exact_quotient as exact_quotient
+from .sizes import simplified
+
 ZERO = sympy.Integer(0)
-ONE = sympy.Integer(1)
 
 
 def as_expr(size: Any) -> Expr:
-    """Sympy expression of an int, SymInt or sympy value; ``(s*s) // s``, as shapes of products have it, is s."""
-    if isinstance(size, torch.SymInt):
-        expr = size.node.expr
-        if not expr.has(FloorDiv):
-            return expr
-        return expr.xreplace(_guarded(size.node.shape_env)).replace(FloorDiv, _divided)
-    return sympy.sympify(size)
-
-
-_guards: WeakKeyDictionary[Any, tuple[int, dict[Expr, Expr]]] = WeakKeyDictionary()
-
-
-def _guarded(shapes: Any) -> dict[Expr, Expr]:
-    """Quotients that a guard holds at a number: code that cuts a length in windows gives ``s // (s // 8)``, which is 8 where it was compared with it."""
-    count, known = _guards.get(shapes, (0, {}))
-    if len(shapes.guards) != count:
-        equations = [(*g.expr.lhs.as_coeff_Mul(), g.expr.rhs) for g in shapes.guards if isinstance(g.expr, sympy.Eq)]
-        known = {q: n / c for c, q, n in equations if isinstance(q, FloorDiv) and n.is_Integer and (n / c).is_Integer}
-        _guards[shapes] = len(shapes.guards), known
-    return known
-
-
-def _divided(x: Expr, n: Expr) -> Expr:
-    exact = exact_quotient(x, n)
-    return FloorDiv(x, n) if exact is None else exact
+    """Sympy expression of an int, SymInt or sympy value."""
+    return simplified(size) if isinstance(size, torch.SymInt) else sympy.sympify(size)
 
 
 def shape_of(value: Any) -> tuple[Expr, ...]:
@@ -159,20 +137,6 @@ class Space:
         return rest if self._fits(rest, n) else Mod(rest, n)
 
 
-def exact_quotient(x: Expr, n: Expr) -> Expr | None:
-    """x / n if that is an integer polynomial, else None."""
-    if n == 1:
-        return x
-    if x == n:
-        return ONE
-    if x.is_Integer and n.is_Integer:
-        return x / n if x % n == 0 else None
-    if x.has(FloorDiv, Mod) and not n.is_Integer and not x.is_Mul:
-        return None
-    quotient = sympy.cancel(x / n) if not x.has(FloorDiv, Mod) else x / n
-    return sympy.expand(quotient) if quotient.as_numer_denom()[1] == 1 else None
-
-
 def rejoined(expr: Expr) -> Expr:
     """``n*(x // n) + x % n`` put together again: x. Left by a dimension that was split and merged."""
     for rest in expr.atoms(Mod):
@@ -231,12 +195,12 @@ def mixed_radix(space: Space, index: Expr, size: Expr) -> tuple[tuple[Expr, Expr
     return found[0] if found is not None and equal(found[1], size) else None
 
 
-def window(space: Space, index: Expr) -> tuple[tuple[tuple[Expr, Expr], ...], Expr, Expr] | None:
-    """The same of an index, in range as all are that views give, that fills a part of the dimension: (digits, start, length)."""
+def window(space: Space, index: Expr, size: Expr) -> tuple[tuple[tuple[Expr, Expr], ...], Expr, Expr] | None:
+    """The same of an index, in range as all are that views give, that fills a part of a dimension of ``size``: (digits, start, length)."""
     rest = sum((t for t in sympy.Add.make_args(sympy.expand(index)) if t.free_symbols & set(space.extent)), ZERO)
     found = _digits(space, rest)
     start = sympy.expand(index - rest)
-    return (found[0], start, found[1]) if found is not None and nonnegative(start) else None
+    return (found[0], start, found[1]) if found is not None and (nonnegative(start) or equal(start + found[1], size)) else None
 
 
 def _digits(space: Space, index: Expr) -> tuple[tuple[tuple[Expr, Expr], ...], Expr] | None:

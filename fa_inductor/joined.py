@@ -15,7 +15,7 @@ from itertools import pairwise
 import sympy
 from torch import fx
 
-from .analyse import MUTATION, K, Part, Region, analyse
+from .analyse import MUTATION, K, Part, Region, analyse, with_symbols
 from .columns import JOINED, MOST
 from .find import Candidate, score_contractions
 from .graph import GraphContext
@@ -31,6 +31,13 @@ MOST_PIECES = 16
 
 def search(context: GraphContext, candidate: Candidate) -> AttentionSite:
     """The site of ``candidate``, in pieces where it is not one attention; raises Refused."""
+    try:
+        return _search(context, candidate)
+    except Refused as refused:
+        raise with_symbols(refused, candidate) from None
+
+
+def _search(context: GraphContext, candidate: Candidate) -> AttentionSite:
     if candidate.miss is not None or candidate.anchor.zero_rows or not candidate.contractions or not _joins(candidate.anchor.input):
         return analyse(context, candidate)
     join, many = _Join(context, candidate), len(candidate.contractions) > 1

@@ -79,7 +79,7 @@ def view_of(
     dimensions, cut = [], []
     for dim, (i, size) in enumerate(zip(index, shape, strict=True)):
         atoms = atoms_of(space, axes, i, size)
-        part = window(space, i) if atoms is None and windows else None
+        part = window(space, i, size) if atoms is None and windows else None
         if part is not None:
             atoms, start, length = _named(space, axes, part[0]), *part[1:]
             cut.append((dim, start, length))

@@ -10,11 +10,12 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 from .columns import column_scores, rows_or_zero, total_lse
 from .emitter import Emitter, fake_mode_of
 from .graph import GraphContext
-from .index import ONE, Expr
+from .index import ONE, Expr, exact_quotient
 from .kernel_table import kernel_named
 from .layout import dense_order, freed_views, makes_its_own
 from .patterns.views import name_of, value_of
@@ -144,10 +145,16 @@ class SiteEmitter(Emitter):
 
 
 def _speed(atoms: list[Atom], i: int) -> int:
-    """Atoms of one axis keep slow-to-fast order: a remainder is faster than a quotient of it."""
-    text = atoms[i].expr
-    name = type(text).__name__
-    return 0 if name == "FloorDiv" else 1 if name == "Mod" and type(text.args[0]).__name__ == "FloorDiv" else 2
+    """How many atoms of the same axis are slower: the strides of digits divide each other."""
+    mine = _stride(atoms[i].expr)
+    others = (_stride(a.expr) for a in atoms if a.axis == atoms[i].axis)
+    return sum(x != mine and exact_quotient(x, mine) is not None for x in others)
+
+
+def _stride(digit: Expr) -> Expr:
+    """``n`` of the digits ``s // n`` and ``s // n % m``, 1 of ``s % m`` and of a whole axis."""
+    inner = digit.args[0] if isinstance(digit, Mod) else digit
+    return inner.args[1] if isinstance(inner, FloorDiv) else ONE
 
 
 def _axis_extent(atoms: list[Atom], axis: str) -> Expr:

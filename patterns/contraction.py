@@ -1,16 +1,18 @@
 """Contractions: the ways to spell a batched matrix product, reduced to one description.
 
-``out[index] = alpha * sum_r lhs[lhs_index] * rhs[rhs_index] + beta * addend[addend_index]`` with one summed symbol r.
+``out[index] = alpha * sum_r lhs[lhs_index] * rhs[rhs_index] + beta * addend[addend_index]`` with one summed symbol r, of which the places in several summed
+dimensions are the digits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import sympy
 from torch import fx
 
-from fa_inductor.index import ZERO, Expr, broadcast_index, equal, shape_of
+from fa_inductor.index import ZERO, Expr, Space, broadcast_index, equal, product, shape_of
 
 from .views import argument, name_of
 
@@ -57,11 +59,14 @@ def is_contraction(node: object) -> bool:
     return name_of(node) in NAMES
 
 
-def describe(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol) -> Contraction | None:
-    """``node`` read at ``index`` with the summed symbol ``r``, or None where it is not of the form above."""
+def describe(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol, order: Collection[fx.Node] = ()) -> Contraction | None:
+    """``node`` read at ``index`` with the summed symbol ``r``, or None where it is not of the form above.
+
+    ``order``: several summed dimensions are counted as those of these nodes are, if one is an operand.
+    """
     name = name_of(node)
     if name == "einsum":
-        return _einsum(node, index, r)
+        return _einsum(node, index, r, order)
     if name in ("addmm", "baddbmm"):
         addend, lhs, rhs = node.args[:3]
         plain = _matrix_product(node, lhs, rhs, index, r)
@@ -72,8 +77,8 @@ def describe(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol) -> Contrac
     if name == "linear":
         lhs, rhs, bias = node.args[0], node.args[1], argument(node, 2, "bias")
         assert isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)
-        product = Contraction(node, lhs, (*index[:-1], r), rhs, (index[-1], r), shape_of(lhs.meta["val"])[-1])
-        return product if bias is None else replace(product, beta=1, addend=bias, addend_index=index[-1:])
+        found = Contraction(node, lhs, (*index[:-1], r), rhs, (index[-1], r), shape_of(lhs.meta["val"])[-1])
+        return found if bias is None else replace(found, beta=1, addend=bias, addend_index=index[-1:])
     if name in NAMES:
         return _matrix_product(node, node.args[0], node.args[1], index, r)
     return None
@@ -93,7 +98,7 @@ def _matrix_product(node: fx.Node, lhs: object, rhs: object, index: tuple[Expr, 
     return Contraction(node, lhs, lhs_index, rhs, rhs_index, left[-1])
 
 
-def _einsum(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol) -> Contraction | None:
+def _einsum(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol, order: Collection[fx.Node]) -> Contraction | None:
     labels = labels_of(node)
     if labels is None:
         return None
@@ -106,15 +111,26 @@ def _einsum(node: fx.Node, index: tuple[Expr, ...], r: sympy.Symbol) -> Contract
     if len(output) != len(index):
         return None
     position = dict(zip(output, index))
-    summed = [x for x in dict.fromkeys((*inputs[0], *inputs[1])) if x not in position]
-    if len(summed) != 1 or any(summed[0] not in word for word in inputs):
+    words = inputs[::-1] if right in order else inputs
+    summed = [x for x in dict.fromkeys((*words[0], *words[1])) if x not in position]
+    if not summed or any(x not in word for x in summed for word in inputs):
         return None
-    position[summed[0]] = r
-    sizes = [shape[word.index(summed[0])] for word, shape in zip(inputs, shapes)]
-    if not equal(*sizes):
+    sizes, others = ([shape[word.index(x)] for x in summed] for word, shape in zip(inputs, shapes))
+    if not all(map(equal, sizes, others)):
         return None
-    at = [tuple(ZERO if size == 1 and x != summed[0] else position[x] for x, size in zip(word, shape)) for word, shape in zip(inputs, shapes)]
-    return Contraction(node, left, at[0], right, at[1], sizes[0])
+    position |= zip(summed, _places(r, sizes))
+    at = [tuple(ZERO if size == 1 and x not in summed else position[x] for x, size in zip(word, shape)) for word, shape in zip(inputs, shapes)]
+    return Contraction(node, left, at[0], right, at[1], sympy.expand(product(sizes)))
+
+
+def _places(r: sympy.Symbol, sizes: list[Expr]) -> list[Expr]:
+    """The places along summed dimensions of ``sizes`` that together are the ``r``-th, the last dimension fastest."""
+    space, places, rest = Space({}), [ZERO] * len(sizes), r
+    long = [i for i, size in enumerate(sizes) if size != 1] or [len(sizes) - 1]
+    for i in reversed(long[1:]):
+        places[i], rest = space.mod(rest, sizes[i]), space.div(rest, sizes[i])
+    places[long[0]] = rest
+    return places
 
 
 def labels_of(node: fx.Node) -> tuple[list[list[str]], list[str]] | None:

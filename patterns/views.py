@@ -6,9 +6,11 @@ Contiguous copies count as views (same values); ``detach`` does not (it cuts the
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 from torch import fx
 
 from fa_inductor.index import ONE, ZERO, Expr, Space, as_expr, broadcast_index, shape_of, view_index
@@ -165,16 +167,27 @@ def _expand(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step:
 @_rule("slice", "narrow")
 def _slice(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
     source = _input(node)
-    shape = shape_of(source.meta["val"])
-    d = _dim(argument(node, 1, "dim", 0), len(shape))
-    start = argument(node, 2, "start")
+    d = _dim(argument(node, 1, "dim", 0), len(index))
     stride = as_expr(value_of(argument(node, 4, "step", 1))) if name_of(node) == "slice" else ONE
+    begin = _begin(node, shape_of(source.meta["val"])[d], shape_of(node.meta["val"])[d])
+    return None if begin is None else (source, (*index[:d], begin + index[d] * stride, *index[d + 1 :]))
+
+
+def _begin(node: fx.Node, size: Expr, length: Expr) -> Expr | None:
+    """Where a slice of ``length`` out of ``size`` places begins; None where it is not known."""
+    start = argument(node, 2, "start")
     begin = ZERO if start is None else as_expr(value_of(start))
-    if begin.is_Integer and begin < 0:
-        begin = begin + shape[d]
-    if begin.is_nonnegative is not True and not (begin.is_Add and shape[d] in begin.args):
-        return None
-    return source, (*index[:d], begin + index[d] * stride, *index[d + 1 :])
+    if begin.is_nonnegative:
+        return begin
+    if name_of(node) == "slice" and _to_the_end(argument(node, 3, "end")) and argument(node, 4, "step", 1) == 1:
+        return sympy.expand(size - length)
+    if begin.is_Integer:
+        begin = begin + size
+    return begin if begin.is_nonnegative or (begin.is_Add and size in begin.args) else None
+
+
+def _to_the_end(end: Any) -> bool:
+    return end is None or end == sys.maxsize
 
 
 @_rule("select")

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-from fa_inductor.index import ONE, ZERO, Expr, Space, broadcast_index, equal, exact_quotient, mixed_radix, product, rejoined, view_index
+from fa_inductor.index import ONE, ZERO, Expr, Space, broadcast_index, equal, exact_quotient, mixed_radix, product, rejoined, view_index, window
 
 Draw = Callable[..., Any]
 S0, S1 = (sympy.Symbol(n, integer=True, positive=True) for n in ("s0", "s1"))
@@ -262,6 +262,15 @@ def test_an_index_that_may_be_negative_does_not_fit() -> None:
     assert space.div(2 * S0 - 2 + i, S0) == 2 + FloorDiv(i - 2, S0)  # 2 would be wrong: the last two of two rows lie in row 1
     assert space.mod(2 * S0 - 2 + i, S0) == Mod(i - 2, S0)
     assert space.div(2 * S0 - 1 + i, S0 + 1) == FloorDiv(2 * S0 - 1 + i, S0 + 1)
+
+
+def test_a_window_ends_with_its_dimension_or_begins_where_it_surely_may() -> None:
+    i, j = symbols(2)
+    space = Space({i: S1, j: sympy.Integer(3)})
+    assert window(space, S0 - S1 + i, S0) == (((i, S1),), S0 - S1, S1)
+    assert window(space, S0 - 3 + j, S0) == (((j, sympy.Integer(3)),), S0 - 3, 3)
+    assert window(space, i + 2, S0) == (((i, S1),), 2, S1)
+    assert window(space, S0 - S1 + i - 1, S0) is None and window(space, S0 - 4 + j, S0) is None
 
 
 def test_within_is_proved() -> None:

@@ -22,7 +22,7 @@ from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction
 from .finite import finite_among
 from .graph import GraphContext
 from .index import ONE, ZERO, Expr, Space, equal, nonnegative, product, shape_of
-from .lift import DETACHED, REINDEXED, Lifter, hooked, refuse, unsupported
+from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, hooked, refuse, unsupported
 from .near_softmax import ALTERED
 from .normalize.aliases import storage_keys
 from .operands import AxisName, as_view, candidates, chain, group_of, view_of

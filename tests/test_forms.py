@@ -1439,7 +1439,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
         "product without gradient": product_without_gradient,
         "two ops": MISSES["two_that_are_not_elementwise"][0],
         "no rule": MISSES["function_without_a_rule"][0],
-        "no rule for these arguments": MISSES["power_that_costs_digits"][0],
+        "no rule for them": MISSES["power_that_costs_digits"][0],
         "rounding": MISSES["rounded_scores"][0],
         "1e-6": added_to_the_sum(1e-6),
         "1e-9 and a mask": added_to_the_sum(1e-9, masked=True),
@@ -1448,7 +1448,9 @@ def test_refusals_say_what_is_in_the_way() -> None:
     }.items():
         _, sites = sites_of(function, *qkv())
         found[name] = "; ".join(str(s.refusal and f"{s.refusal.code}: {s.refusal.text}") for s in sites)
-    assert_expected_inline("\n".join(f"{name}: {text}" for name, text in found.items()), """\
+    assert_expected_inline(
+        "\n".join(f"{name}: {text}" for name, text in found.items()),
+        """\
 probabilities_detached: detached: the probabilities are detached before the product with the values, so eager gets no gradient through them
 scores_detached: detached: the scores are detached before the softmax, so eager gets no gradient through them
 hook_on_the_scores: gradient_hook: a gradient hook stands between the score matmul and the softmax
@@ -1457,12 +1459,13 @@ probabilities without gradient: grad_mode: the probabilities are computed under 
 product without gradient: grad_mode: the probabilities are computed with gradients, the product with the values under no_grad
 two ops: unsupported_op: aten.flip.default, which is not elementwise, stands between the score matmul and the softmax
 no rule: no_rule: aten.arctan.default, which is elementwise, but has no rule, stands between the score matmul and the softmax
-no rule for these arguments: no_rule: aten.pow.Tensor_Scalar, which is elementwise, but has no rule in this form, stands between the score matmul and the softmax
+no rule for them: no_rule: aten.pow.Tensor_Scalar, which is elementwise, but has no rule in this form, stands between the score matmul and the softmax
 rounding: whole_numbers: aten.round.default, which makes whole numbers, stands between the score matmul and the softmax
 1e-6: altered_softmax: 1e-06 is added to the sum and counts: the sum may be 1, in which only up to 3e-08 is lost
 1e-9 and a mask: altered_softmax: 1e-09 is added to the sum, which a mask may have made as small
 1e-6 without the maximum, behind: altered_softmax: 1e-06 is added to the sum, which may be as small: no maximum is subtracted
-1e-6 behind: altered_softmax: 1e-06 is added to the sum and counts: the sum may be 1, in which only up to 3e-08 is lost""")
+1e-6 behind: altered_softmax: 1e-06 is added to the sum and counts: the sum may be 1, in which only up to 3e-08 is lost""",
+    )
 
 
 def product_without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

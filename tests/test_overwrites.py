@@ -120,8 +120,8 @@ FORMS |= {f.__name__: (f, lambda: [*qkv(), rand(H, L - 1, L - 1)]) for f in BIAS
 @pytest.mark.parametrize("name", [f.__name__ for f in (*OVERWRITTEN, *BIASED)])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_fuses(name: str, dynamic: bool | None) -> None:
-    if dynamic and name == "not_the_next":
-        pytest.skip("how long a diagonal is is not known of symbols")
+    if dynamic and name in ("not_the_next", "first_key_dropped_afterwards"):
+        pytest.skip("how long a diagonal is is not known of symbols; PyTorch 2.11 slices the whole batch too, which is not made functional then")
     torch.manual_seed(0)
     function, inputs = FORMS[name]
     check(function, inputs(), dynamic=dynamic)

@@ -18,6 +18,7 @@ from torch import fx
 
 from . import digits as D
 from .columns import JOINED, Columns
+from .dropped import Dropped, check_draws, check_uses, dropped, kept_score, lone
 from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction, score_contractions
 from .finite import finite_among
 from .graph import GraphContext
@@ -30,7 +31,7 @@ from .patterns.contraction import OTHER_PRODUCTS, Contraction, describe, is_cont
 from .patterns.exponentials import shifts
 from .patterns.kept import Mask
 from .patterns.nan import without_nan
-from .patterns.views import argument, name_of
+from .patterns.views import name_of
 from .post import factor_of
 from .program import ProgramBuilder, ScoreProgram
 from .program.bounds import LARGEST, moderate, sums_above, surely_finite
@@ -52,17 +53,11 @@ GRAD_MODE = declare(
     "grad_mode",
     "compute scores, softmax and the product with the values under one grad mode; if v alone needs a gradient, detach queries and keys (and biases) instead",
 )
-ESCAPED_DROPOUT = declare(
-    "escape_after_dropout",
-    "the probabilities after dropout are used elsewhere too, with the same random mask; return them before dropout, or set p=0",
-)
 EMPTY = declare("empty", "nothing to do: the attention has no elements")
 ADDEND = declare("output_addend", "the matmul after the softmax adds another tensor or scales; a plain matmul and a separate addition can be fused")
 BLOCKED = declare(
     "blocked_probabilities", "between softmax and matmul only views, casts, dropout and products with a factor can be fused; move this op out of that path"
 )
-DROPS_ALL = declare("dropout_of_everything", "p=1 leaves nothing to compute; a smaller p can be fused")
-DROPOUT_TWICE = declare("dropout_twice", "one dropout between softmax and matmul can be fused")
 OVERFLOW = declare("scaled_shift", "subtract the maximum last, or not at all: softmax does it anyway")
 DTYPE = declare("dtype", "attention runs fused in float16, bfloat16 and float32")
 RENORMALISED = declare("renormalised", "the probabilities are reduced over again (renormalised) before the second matmul")
@@ -90,7 +85,8 @@ class Lifted:
     """Values whose maximum eager subtracts, and which it computes as the program does."""
     factor: int
     zeroed: tuple[int, ...]
-    dropout: tuple[fx.Node, float] | None
+    dropouts: tuple[Dropped | None, Dropped | None]
+    """Of the scores and of the probabilities."""
 
     def operand(self, which: str) -> tuple[fx.Node, tuple[Expr, ...]]:
         """(node, index) of "q", "k" or "v"."""
@@ -281,19 +277,19 @@ class Region:
         probability, dropout, after = self._lift_after(space, names, second, sides[0])
         if quotient is not None:
             after.touched |= quotient.sums(self.anchor, self._softmax_index, names)
-        score, shifted, lifter, contraction, keys = self._lift_before(space, names, builder)
+        score, shifted, lifter, contraction, keys, dropped_scores = self._lift_before(space, names, builder)
         factor, zeroed = _transplant(after, probability, lifter, self.second)
         lifter.touched |= after.touched
-        return Lifted(second, sides[0], contraction, keys, lifter, score, shifted, factor, zeroed, dropout)
+        return Lifted(second, sides[0], contraction, keys, lifter, score, shifted, factor, zeroed, (dropped_scores, dropout))
 
     def _check_addend(self, found: Contraction) -> None:
         """An addend times 0 contributes nothing, not even where it is NaN; its gradient in eager is zeros, not absent."""
         if found.addend in self.context.needs_grad and found.beta == 0:
             raise refuse(ADDEND, f"{found.node.target} with beta=0 and an addend that needs a gradient", found.node)
 
-    def _lift_after(self, space: Space, names: dict[sympy.Symbol, str], second: Contraction, side: str) -> tuple[int, tuple[fx.Node, float] | None, Lifter]:
+    def _lift_after(self, space: Space, names: dict[sympy.Symbol, str], second: Contraction, side: str) -> tuple[int, Dropped | None, Lifter]:
         reads: list[tuple[Expr, ...]] = []
-        dropped: list[tuple[fx.Node, float]] = []
+        drawn: list[Dropped] = []
         self._cleaned = False
 
         def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
@@ -301,10 +297,8 @@ class Region:
                 reads.append(index)
                 return lifter.builder.score()
             if is_dropout(node):
-                if argument(node, 1, "p") == 1:
-                    raise refuse(DROPS_ALL, "this dropout sets every probability to zero", node)
-                dropped.append((node, float(argument(node, 1, "p"))))
-                return lifter.element(node.args[0], index)  # type: ignore[arg-type]
+                drawn.append(dropped(node, index, "probability"))
+                return drawn[-1].value(lifter)
             found = without_nan(node)
             value = lifter.element(found[0], index) if found is not None and found[0] in self.after else None
             if found is not None and value is not None and lifter.builder.nodes[value].op == "score":
@@ -320,11 +314,10 @@ class Region:
         value = lifter.element(node, index)
         if len(set(reads)) != 1:
             raise refuse(REINDEXED, "the probabilities are read at two different places", self.second)
-        if len({n for n, _ in dropped}) > 1:
-            raise refuse(DROPOUT_TWICE, "two dropouts stand between softmax and matmul", dropped[-1][0])
+        dropout = lone(drawn)
         self._softmax_index = reads[0]
         self._check_axis(space, reads[0], second)
-        return value, dropped[0] if dropped else None, lifter
+        return value, dropout, lifter
 
     def _check_axis(self, space: Space, index: tuple[Expr, ...], second: Contraction) -> None:
         shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
@@ -335,14 +328,20 @@ class Region:
             if position != dim and K in i.free_symbols:
                 raise refuse(OTHER_AXIS, f"the softmax runs over dimension {dim} of {_words(shape)}, the matmul sums over dimension {position}", self.second)
 
-    def _lift_before(self, space: Space, names: dict[sympy.Symbol, str], builder: ProgramBuilder) -> tuple[int, tuple[int, ...], Lifter, Contraction, str]:
+    def _lift_before(
+        self, space: Space, names: dict[sympy.Symbol, str], builder: ProgramBuilder
+    ) -> tuple[int, tuple[int, ...], Lifter, Contraction, str, Dropped | None]:
         reads: list[Contraction] = []
         shifted: list[int] = []
+        drawn: list[Dropped] = []
 
         def leaf(lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
             if node in self.shifts:
                 shifted.append(lifter.element(self.shifts[node], index))
                 return shifted[-1]
+            if is_dropout(node):
+                drawn.append(dropped(node, index, "score"))
+                return kept_score(lifter, drawn[-1])
             if node is not self.first:
                 return None
             found = describe(node, index, DIM)
@@ -377,7 +376,7 @@ class Region:
             with_k = ["rhs"]  # a single key has no index: either operand may be called the keys
         if len(with_k) != 1:
             raise refuse(NOT_CANONICAL, "the softmax axis belongs to neither or both operands of the score matmul", self.first)
-        return score, tuple(shifted), lifter, first, with_k[0]
+        return score, tuple(shifted), lifter, first, with_k[0], lone(drawn)
 
     def _masked(self, lifter: Lifter, score: int, mask: Mask) -> int:
         """``score``, and -inf where ``mask`` takes its exponential away; a product hands NaN on to the scores' gradient, a choice does not."""
@@ -439,7 +438,9 @@ class Region:
         region = frozenset(lifted.lifter.touched | touched | {self.first, self.second, self.result, self.anchor.output}) - {
             n for n in self.context.graph.nodes if n.op == "placeholder"
         }
-        self.dropped, self.rows = lifted.dropout, None
+        self.dropped, self.rows = [d for d in lifted.dropouts if d is not None], None
+        for one in self.dropped:
+            check_draws(space, {B: "b", H: "h", Q: "q", K: "k"}, one)
         escapes = self.part is None and self.escapes(region, {self.result})
         if self.part is not None:
             self.rows = self._rows(space)
@@ -452,7 +453,7 @@ class Region:
         )
         return AttentionSite(
             self.anchor, output, views["q"], views["k"], views["v"], axes, program, post, captures, sizes,
-            lifted.dropout[1] if lifted.dropout else 0.0, dtype, region, escapes, tuple(columns), self._cleaned,
+            lifted.dropouts[1].p if lifted.dropouts[1] else 0.0, dtype, region, escapes, tuple(columns), self._cleaned,
             tuple(lifted.lifter.builder.finish(z) for z in lifted.zeroed),
         )  # fmt: skip
 
@@ -527,11 +528,8 @@ class Region:
     def escapes(self, region: frozenset[fx.Node], results: set[fx.Node]) -> bool:
         """Are the probabilities used outside ``region`` too, by others than users of ``results``? Refused after a dropout."""
         path = [n for n in region if n in self.after and n not in results]
-        if self.dropped is not None:
-            random = reachable(self.dropped[0], self.context.order[self.result], self.context.order)
-            outside = [u for n in path if n in random for u in n.users if u not in region]
-            if outside:
-                raise refuse(ESCAPED_DROPOUT, f"{outside[0].name} uses the probabilities after dropout too", outside[0])
+        for one in self.dropped:
+            check_uses(one, self.context.order, region.union(self.anchor.parts), results)
         return any(u not in region for n in path for u in n.users)
 
     def _check_grad_mode(self, carriers: list[fx.Node]) -> None:

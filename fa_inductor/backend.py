@@ -279,7 +279,7 @@ class Compilation:
         node = site.output.node
         shared = bool(site.columns) or before is not None
         facts = recognise_site(site)
-        if site.dropout_p and torch._inductor.config.fallback_random:
+        if site.random and torch._inductor.config.fallback_random:
             raise Refused(Refusal(DROPOUT_RANDOM, "dropout with torch._inductor.config.fallback_random", node.name, location_of(node)))
         rows = rule_for_rows(site, facts)
         if rows is None or (rows == "zero" and before is not None):

@@ -94,7 +94,7 @@ def reachable(start: fx.Node, last: int, order: dict[fx.Node, int], ends: Collec
 
 
 def score_contractions(source: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(contractions that ``source`` is made of through views and pointwise ops alone, the ops that ended the search); nearest first."""
+    """(contractions that ``source`` is made of through views, dropouts and pointwise ops alone, the ops that ended the search); nearest first."""
     found: list[fx.Node] = []
     ends: list[fx.Node] = []
     seen = {source}
@@ -103,7 +103,7 @@ def score_contractions(source: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         node = queue.pop(0)
         if is_contraction(node):
             found.append(node)
-        elif liftable(node) or name_of(node) in SPLITS:
+        elif liftable(node) or is_dropout(node) or name_of(node) in SPLITS:
             for n in node.all_input_nodes:
                 if n not in seen:
                     seen.add(n)

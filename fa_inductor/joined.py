@@ -17,7 +17,7 @@ from torch import fx
 
 from .analyse import MUTATION, K, Part, Region, analyse, with_symbols
 from .columns import JOINED, MOST
-from .find import Candidate, score_contractions
+from .find import Candidate, is_dropout, score_contractions
 from .graph import GraphContext
 from .index import ZERO, Expr, equal, nonnegative, shape_of
 from .lift import Straddles, liftable, refuse
@@ -60,7 +60,7 @@ def _joins(source: fx.Node) -> bool:
         node = queue.pop()
         if name_of(node) in joins.NAMES:
             return True
-        found = [n for n in node.all_input_nodes if n not in seen and n.op == "call_function"] if liftable(node) else []
+        found = [n for n in node.all_input_nodes if n not in seen and n.op == "call_function"] if liftable(node) or is_dropout(node) else []
         seen.update(found)
         queue += found
     return False

@@ -51,7 +51,7 @@ def _render(node: Node, args: list[tuple[str, int]]) -> tuple[str, int]:
         return text, _NEGATE if text.startswith("-") else _ATOM
     if node.op == "load":
         return f"c{node.value}[{', '.join(texts)}]" if texts else f"c{node.value}", _ATOM
-    leaves = {"score": "s", "grad": "ds", "index": str(node.value), "size": f"n{node.value}"}
+    leaves = {"score": "s", "grad": "ds", "index": str(node.value), "size": f"n{node.value}", "keep": f"keep(p={node.value})"}
     if node.op in leaves:
         return leaves[node.op], _ATOM
     name = {"to_int": "int", "to_bool": "bool", "round": str(node.value)}.get(node.op, node.op)

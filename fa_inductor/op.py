@@ -38,7 +38,7 @@ def attention(
     Args:
         q: (B, Hq, Lq, D); k: (B, Hkv, Lk, D); v: (B, Hkv, Lk, Dv): same dtype, any strides, Hq % Hkv == 0.
         captures, sizes: what the plan's programs read.
-        seed: int64 (2,) for dropout; None when dropout_p is 0.
+        seed: int64 (2,) where dropout_p is above 0 or the program draws (``keep``), else None.
         plan: ``Plan.to_text()``.
     Returns:
         out (B, Hq, Lq, Dv); lse (B, Hq, Lq) fp32, natural log; two tensors that the kernel's backward wants.

@@ -65,6 +65,8 @@ def _labels(program: ScoreProgram, mask: MaskFacts | None, core: Core, no_furthe
     for bias in core.bias:
         depends = dependencies(program.nodes)[bias]
         words.append("ALiBi" if looks_like_alibi(program, bias) else "bias" if "load" in depends else "position bias")
-    if core.scale is None and core.softcap is None:
+    if program.drop_p is not None:
+        words.append("score dropout")
+    elif core.scale is None and core.softcap is None:
         words.append("score function")
     return tuple(words) or ("plain",)

@@ -46,6 +46,7 @@ class AttentionRequest:
     post: ScoreProgram | None = None
     """Factor that multiplies the probabilities after normalisation (reads no score, no ``grad``); same captures and sizes."""
     dropout_p: float = 0.0
+    """Of the probabilities; a program that drops scores says so itself (``ScoreProgram.drop_p``)."""
     device: str = "cpu"
     capability: tuple[int, int] | None = None
     tf32: bool = False
@@ -148,7 +149,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call. ``seed``: int64 tensor of 2 elements for dropout, None when ``dropout_p`` is 0."""
+    """The tensors of one call. ``seed``: int64 tensor of 2 elements where something is dropped, else None."""
 
     q: Tensor
     k: Tensor

@@ -206,7 +206,7 @@ def replace(context: GraphContext, site: AttentionSite, emitter: SiteEmitter, pl
 def call_of(emitter: SiteEmitter, site: AttentionSite, placed: Placed, plan: Plan) -> fx.Node:
     """The call of the op for ``site``, and what it draws its dropout from."""
     seed = None
-    if site.dropout_p:
+    if site.random:
         seed = emitter.call(aten.randint.low, -(2**62), 2**62, [2], dtype=torch.int64, device=placed.q.meta["val"].device)
     return _attention_call(emitter, site, placed, seed, plan)
 

@@ -107,6 +107,11 @@ class AttentionSite:
     """The other products that take the same probabilities: attentions of their own, where nothing else takes them."""
 
     @property
+    def random(self) -> bool:
+        """The call draws from a seed."""
+        return self.dropout_p > 0 or self.program.drop_p is not None
+
+    @property
     def reads(self) -> list[fx.Node]:
         """The nodes that a fused call and what is around it read."""
         return [self.q.node, self.k.node, self.v.node, *(c.node for c in (*self.captures, *(c for column in self.columns for c in column.captures)))]

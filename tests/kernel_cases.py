@@ -13,12 +13,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import sympy
 import torch
 from torch import Tensor
 
 from fa_inductor.facts import Affine, MaskFacts, MaskTerm, ProgramFacts
 from fa_inductor.kernels.reference import KERNEL as REFERENCE
 from fa_inductor.program import Coordinates, ProgramBuilder, ScoreProgram, evaluate
+from fa_inductor.recognise import recognise
 from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Kernel, Needs, Plan, TensorSpec
 
 INF = math.inf
@@ -539,6 +541,19 @@ def problem(case: Case | str, device: str = "cpu") -> Problem:
     return Problem(case, form, q, k, v, grad_out.to(device), grad_lse, tuple(t.to(device) for t in form.captures))
 
 
+def dropping(p: Problem, chance: float, outside: bool = False) -> Problem:
+    """The same with a dropout on the scores themselves, or ``outside``, on all that the program makes of them."""
+    program = p.form.program
+    builder = ProgramBuilder.like(program)
+    weight = builder.emit("where", builder.keep(chance), builder.const(1 / (1 - chance)), builder.const(0.0))
+    scores = {} if outside else {i: builder.emit("mul", builder.score(), weight) for i, n in enumerate(program.nodes) if n.op == "score"}
+    result = builder.inline(program, scores)[program.result]
+    dropped = builder.finish(builder.emit("mul", result, weight) if outside else result)
+    lengths = (sympy.Integer(n) for n in (p.case.dims.lq, p.case.dims.lk))
+    facts = recognise(dropped, *lengths, tuple(map(sympy.Integer, p.form.sizes)), p.case.dtype)
+    return replace(p, form=replace(p.form, program=dropped, facts=facts))
+
+
 def lay_out(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """The same values at other strides, each surrounded by NaN so that a read out of bounds shows."""
     if layout == "fused_qkv":
@@ -630,13 +645,13 @@ def run_eager(p: Problem, needs: Needs | None = None) -> Results:
     return named(out.detach(), lse.detach(), Gradients(gq, gk, gv, tuple(gc)))
 
 
-def eager_attention(p: Problem, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def eager_attention(p: Problem, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Output and lse as differentiable PyTorch operations in q's dtype."""
     d, form = p.case.dims, p.form
     group = d.hq // d.hkv
     score = q @ k.repeat_interleave(group, dim=1).transpose(-1, -2)
     box = Coordinates((0, d.b), (0, d.hq), (0, d.lq), (0, d.lk))
-    (s,) = evaluate(form.program, box, score=score, captures=captures, sizes=form.sizes, device=q.device, dtype=q.dtype)
+    (s,) = evaluate(form.program, box, score=score, keep=keep, captures=captures, sizes=form.sizes, device=q.device, dtype=q.dtype)
     s = s.expand(score.shape)
     probabilities = torch.softmax(s, dim=-1)
     if p.case.masked_rows == "zero":

@@ -463,6 +463,40 @@ def test_only_wanted_captures_get_a_gradient() -> None:
     assert [c for c, _ in differentiate(program, [second, flags])[1]] == [second]
 
 
+def dropped() -> ScoreProgram:
+    b = ProgramBuilder()
+    return b.finish(b.emit("mul", b.emit("tanh", b.score()), b.emit("where", b.keep(0.25), b.const(4 / 3), b.const(0.0))))
+
+
+def test_a_drawn_mask_is_a_leaf() -> None:
+    """Given to the evaluator like the score; it depends on the whole position, and is the same in the derivative."""
+    program = dropped()
+    assert program.drop_p == 0.25 and from_text(to_text(program)) == program
+    assert program.depends_on(program.result) == {"score", "b", "h", "q", "k"}
+    score, grad = (torch.randn(1, 2, 3, 4, dtype=torch.float64) for _ in range(2))
+    keep = torch.rand(1, 2, 3, 4) < 0.5
+    leaf = score.requires_grad_()
+    (y,) = evaluate(program, BOX, score=leaf, keep=keep, device=CPU, dtype=torch.float64)
+    derivative, _ = differentiate(program)
+    assert derivative.drop_p == 0.25
+    again, dscore = evaluate(derivative, BOX, score=score, grad=grad, keep=keep, device=CPU, dtype=torch.float64)
+    torch.testing.assert_close(again, torch.tanh(score) * keep * 4 / 3)
+    torch.testing.assert_close(dscore, *torch.autograd.grad(y, leaf, grad))
+
+
+@pytest.mark.parametrize("p", ["0.0", "1.0", "2", "nan"])
+def test_a_mask_that_keeps_or_drops_all_is_not_drawn(p: str) -> None:
+    with pytest.raises(ProgramError, match="keep"):
+        from_text(f"program(; sizes=0)\n%0 = keep {p}\n%1 = to_float %0\nreturn %1")
+
+
+def test_a_program_draws_one_mask() -> None:
+    b = ProgramBuilder()
+    assert b.keep(0.25) == b.keep(0.25)
+    with pytest.raises(ProgramError, match="one mask"):
+        b.finish(b.emit("and", b.keep(0.25), b.keep(0.5)))
+
+
 def test_rounding_passes_the_gradient_on() -> None:
     b = ProgramBuilder()
     program = b.finish(b.emit("round", b.score(), value="f16"))

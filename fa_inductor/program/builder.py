@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from .ir import CONVERSIONS, Capture, Node, ProgramError, ScoreProgram, Type, Value, capture_type, dependencies, literal_type, operation_type, verify
+from .ir import CONVERSIONS, LEAVES, Capture, Node, ProgramError, ScoreProgram, Type, Value, capture_type, dependencies, literal_type, operation_type, verify
 
 _SIGN: dict[str, Callable[..., bool | None]] = {
     "ge": lambda c: True if c <= 0 else None,
@@ -57,6 +57,9 @@ class ProgramBuilder:
     def grad(self) -> int:
         return self._add(Node("grad", "float"))
 
+    def keep(self, p: float) -> int:
+        return self._add(Node("keep", "bool", (), p))
+
     def index(self, name: str) -> int:
         return self._add(Node("index", "int", (), name))
 
@@ -102,7 +105,7 @@ class ProgramBuilder:
         for i, node in enumerate(program.nodes):
             if leaves and i in leaves:
                 placed.append(leaves[i])
-            elif node.op in ("score", "grad", "const", "index", "size", "load"):
+            elif node.op in LEAVES:
                 placed.append(self._add(Node(node.op, node.type, tuple(placed[a] for a in node.args), node.value)))
             else:
                 placed.append(self.emit(node.op, *(placed[a] for a in node.args), value=node.value))

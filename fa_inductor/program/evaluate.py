@@ -39,6 +39,7 @@ def evaluate(
     *,
     score: Tensor | None = None,
     grad: Tensor | None = None,
+    keep: Tensor | None = None,
     captures: Sequence[Tensor] = (),
     sizes: Sequence[int] = (),
     device: torch.device,
@@ -48,6 +49,7 @@ def evaluate(
 
     Args:
         score, grad: (B, H, Lq, Lk) blocks for the leaves of that name, in ``dtype``.
+        keep: the same block of the mask that the program draws.
         captures, sizes: what ``load`` and ``size`` nodes read.
         dtype: precision of float arithmetic (float32, or float64 for the oracle).
     Returns:
@@ -63,6 +65,9 @@ def evaluate(
         elif node.op == "grad":
             assert grad is not None, "this program reads the incoming gradient"
             values.append(grad)
+        elif node.op == "keep":
+            assert keep is not None, "this program draws a mask"
+            values.append(keep)
         elif node.op == "const":
             values.append(torch.full((1, 1, 1, 1), node.value, device=device, dtype=_torch_dtype(node, dtype)))  # type: ignore[arg-type]
         elif node.op == "index":

@@ -10,6 +10,7 @@ one of three types: ``float`` (computed in fp32), ``int`` (64 bit) and ``bool``.
 
 Operations
     leaves       ``score``, ``grad`` (only in gradient programs), ``const``, ``index`` (value: one of b h q k),
+                 ``keep`` (value: p; a bool drawn for each (b, h, q, k), false with chance p, the same in forward and backward),
                  ``size`` (value: position in the size arguments), ``load`` (value: capture number; args: one int node per
                  dimension of the captured tensor)
     arithmetic   ``add sub mul div min max neg abs`` on floats; ``add sub mul floordiv mod min max neg abs`` on ints
@@ -32,7 +33,7 @@ Type = Literal["float", "int", "bool"]
 Value = Union[bool, int, float, str, None]
 
 INDICES = ("b", "h", "q", "k")
-LEAVES = frozenset({"score", "grad", "const", "index", "size", "load"})
+LEAVES = frozenset({"score", "grad", "keep", "const", "index", "size", "load"})
 FLOAT_UNARY = frozenset({"exp", "exp2", "expm1", "log", "log1p", "tanh", "sigmoid", "sqrt", "erf", "sin", "cos"})
 NUMBER_UNARY = frozenset({"neg", "abs"})
 NUMBER_BINARY = frozenset({"add", "sub", "mul", "min", "max"})
@@ -100,6 +101,11 @@ class ScoreProgram:
         """Numbers of the captured tensors that some node loads; simplification may leave others unread."""
         return frozenset(int(n.value) for n in self.nodes if n.op == "load")  # type: ignore[arg-type]
 
+    @property
+    def drop_p(self) -> float | None:
+        """The chance with which its ``keep`` is false; None where the program draws nothing."""
+        return next((float(n.value) for n in self.nodes if n.op == "keep"), None)  # type: ignore[arg-type]
+
     def depends_on(self, node: int) -> frozenset[str]:
         """Which of ``score grad b h q k`` and ``load`` (any captured tensor) the value of ``node`` depends on."""
         return dependencies(self.nodes)[node]
@@ -114,6 +120,8 @@ def dependencies(nodes: tuple[Node, ...]) -> tuple[frozenset[str], ...]:
             own = frozenset({node.op})
         elif node.op == "index":
             own = frozenset({str(node.value)})
+        elif node.op == "keep":
+            own = frozenset(INDICES)
         out.append(own.union(*(out[a] for a in node.args)))
     return tuple(out)
 
@@ -133,6 +141,8 @@ def verify(program: ScoreProgram) -> ScoreProgram:
             raise ProgramError(f"%{i} {node.op}: wrong argument types {[nodes[a].type for a in node.args]} or value {node.value!r}")
         if expected != node.type:
             raise ProgramError(f"%{i} {node.op}: declared {node.type}, is {expected}")
+    if len({node.value for node in nodes if node.op == "keep"}) > 1:
+        raise ProgramError("a program draws one mask: its keeps must have the same chance")
     if not program.results or any(not 0 <= r < len(nodes) for r in program.results):
         raise ProgramError(f"results {program.results} must name nodes 0..{len(nodes) - 1}")
     return program
@@ -190,6 +200,8 @@ def _leaf_type(node: Node, args: tuple[Type, ...], program: ScoreProgram) -> Typ
         return None
     if node.op in ("score", "grad"):
         return "float" if value is None else None
+    if node.op == "keep":
+        return "bool" if isinstance(value, float) and 0 < value < 1 else None
     if node.op == "index":
         return "int" if value in INDICES else None
     if node.op == "size":

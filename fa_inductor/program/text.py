@@ -74,7 +74,7 @@ def _node(line: str, earlier: list[Node], captures: tuple[Capture, ...]) -> Node
 
 
 def _type(op: str, args: tuple[Type, ...], value: object, captures: tuple[Capture, ...]) -> Type | None:
-    fixed: dict[str, Type] = {"score": "float", "grad": "float", "round": "float", "index": "int", "size": "int", "not": "bool"}
+    fixed: dict[str, Type] = {"score": "float", "grad": "float", "keep": "bool", "round": "float", "index": "int", "size": "int", "not": "bool"}
     if op in fixed:
         return fixed[op]
     if op == "const":

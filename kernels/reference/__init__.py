@@ -2,7 +2,7 @@
 
 With ``score = Q K^T`` (query head h reads key head h // (Hq // Hkv)) and natural logarithms::
 
-    S = program(score)                P = softmax_k(S)             lse = logsumexp_k(S)
+    S = program(score, keep')         P = softmax_k(S)             lse = logsumexp_k(S)
     P_eff = P * post * keep / (1-p)   O = P_eff V
 
     dV = P_eff^T dO                          dP_eff = dO V^T              dP = dP_eff * post * keep / (1-p)
@@ -29,7 +29,7 @@ ORACLE_ONLY = declare("oracle_only", "The reference kernel holds every score in 
 
 
 class ReferenceKernel:
-    """The oracle; ``keep`` lets a test impose the dropout mask, a (B, Hq, Lq, Lk) bool tensor."""
+    """The oracle; ``keep`` and ``score_keep`` let a test impose the masks of a dropout after and before the softmax, (B, Hq, Lq, Lk) bool tensors."""
 
     name = "reference"
 
@@ -53,30 +53,38 @@ class ReferenceKernel:
     def splits_lse(self, plan: Plan) -> bool:
         return False
 
-    def forward(self, plan: Plan, inputs: Inputs, keep: Tensor | None = None) -> Forward:
+    def forward(self, plan: Plan, inputs: Inputs, keep: Tensor | None = None, score_keep: Tensor | None = None) -> Forward:
         with without_autocast(inputs.q.device.type):
-            out, lse = _Attention(plan, inputs, keep).forward()
+            out, lse = _Attention(plan, inputs, keep, score_keep).forward()
             result = empty_output(inputs.q, inputs.v.shape[-1], str(plan.get("layout"))).copy_(out)
         return Forward(result, lse, (lse.new_empty(0), lse.new_empty(0)))
 
     def backward(
-        self, plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, needs: Needs, grad_lse: Tensor | None = None, keep: Tensor | None = None
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        result: Forward,
+        grad_out: Tensor,
+        needs: Needs,
+        grad_lse: Tensor | None = None,
+        keep: Tensor | None = None,
+        score_keep: Tensor | None = None,
     ) -> Gradients:
         with without_autocast(inputs.q.device.type):
-            return _Attention(plan, inputs, keep).backward(grad_out, grad_lse, needs)
+            return _Attention(plan, inputs, keep, score_keep).backward(grad_out, grad_lse, needs)
 
 
-def dropout_mask(seed: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    """True where a probability is kept: drawn from a generator seeded by the two elements of ``seed``. Not traceable: it reads them."""
+def dropout_mask(seed: Tensor, p: float, shape: tuple[int, ...], scores: bool = False) -> Tensor:
+    """True where a probability, or a score, is kept: drawn from a generator seeded by the two elements of ``seed``. Not traceable: it reads them."""
     first, second = seed.tolist()
-    generator = torch.Generator(seed.device).manual_seed((first * 0x9E3779B97F4A7C15 + second) % 2**63)
+    generator = torch.Generator(seed.device).manual_seed((first * 0x9E3779B97F4A7C15 + second + scores * 0x632BE59BD9B4E019) % 2**63)
     return torch.rand(shape, generator=generator, device=seed.device) >= p
 
 
 class _Attention:
     """The tensors of one call, in the working precision, with the scores and probabilities of the module's equations."""
 
-    def __init__(self, plan: Plan, inputs: Inputs, keep: Tensor | None) -> None:
+    def __init__(self, plan: Plan, inputs: Inputs, keep: Tensor | None, score_keep: Tensor | None) -> None:
         self.plan, self.inputs = plan, inputs
         self.dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
         self.q, self.k, self.v = (t.to(self.dtype) for t in (inputs.q, inputs.k, inputs.v))
@@ -85,6 +93,11 @@ class _Attention:
         self.group = heads // inputs.k.shape[1]
         self.coordinates = Coordinates((0, batch), (0, heads), (0, length), (0, inputs.k.shape[2]))
         self.score = self.q @ self._heads(self.k).transpose(-1, -2)
+        p = plan.program.drop_p
+        if score_keep is None and p is not None:
+            assert inputs.seed is not None, "dropout needs a seed"
+            score_keep = dropout_mask(inputs.seed, p, self.shape, scores=True)
+        self.score_keep = score_keep
         self.s = self._evaluate(plan.program)[0].expand(self.shape)
         self.p = torch.softmax(self.s, dim=-1)
         if plan.masked_rows == "zero":
@@ -147,6 +160,7 @@ class _Attention:
             self.coordinates,
             score=self.score,
             grad=grad,
+            keep=self.score_keep,
             captures=inputs.captures,
             sizes=inputs.sizes,
             device=inputs.q.device,

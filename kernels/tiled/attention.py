@@ -132,6 +132,10 @@ class Attention:
         if dropout_p > 0:
             assert seed is not None, "dropout needs a seed"
             self.dropout = Dropout(seed, dropout_p, self.shape.heads, self.shape.lq)
+        self.score_dropout = None
+        if self.plan.program.drop_p is not None:
+            assert seed is not None, "dropout needs a seed"
+            self.score_dropout = Dropout(seed, self.plan.program.drop_p, self.shape.heads, self.shape.lq, scores=True)
         self.work = Workspace(self.device)
 
     # -- walking -------------------------------------------------------------------------------------------------------
@@ -172,7 +176,8 @@ class Attention:
         shape4 = self.box_shape(chunk, rows, columns)
         score = self.work.get("score", *q.shape[:2], columns)
         box = Coordinates(chunk.b, chunk.heads, rows, keys)
-        values = steps.before(box, self.captures, self.sizes, self.device)
+        kept = self.kept(self.score_dropout, chunk, rows, keys)
+        values = steps.before(box, self.captures, self.sizes, self.device, None if kept is None else kept != 0)
         k = chunk.k[:, keys[0] : keys[1]].transpose(1, 2)
         if steps.bias is None:
             torch.baddbmm(score, q, k, beta=0, alpha=steps.scale, out=score)
@@ -217,15 +222,19 @@ class Attention:
 
     def factors(self, chunk: Chunk, rows: Range, keys: Range) -> tuple[Tensor | None, Tensor | None]:
         """(post factor, kept bits) of a block."""
-        post = kept = None
+        post = None
         if self.plan.post is not None:
             box = Coordinates(chunk.b, chunk.heads, rows, keys)
             (post,) = evaluate(self.plan.post, box, captures=self.captures, sizes=self.sizes, device=self.device)
-        if self.dropout is not None:
-            shape4 = self.box_shape(chunk, rows, keys[1] - keys[0])
-            bits, scratch = (self.work.get(name, *shape4, dtype=torch.int32) for name in ("kept", "scratch"))
-            kept = self.dropout.keep_bits(chunk.b, chunk.heads, rows, keys, bits, scratch)
-        return post, kept
+        return post, self.kept(self.dropout, chunk, rows, keys)
+
+    def kept(self, dropout: Dropout | None, chunk: Chunk, rows: Range, keys: Range) -> Tensor | None:
+        """Kept bits of a block, until the next are asked for."""
+        if dropout is None:
+            return None
+        shape4 = self.box_shape(chunk, rows, keys[1] - keys[0])
+        bits, scratch = (self.work.get(name, *shape4, dtype=torch.int32) for name in ("kept", "scratch"))
+        return dropout.keep_bits(chunk.b, chunk.heads, rows, keys, bits, scratch)
 
     def apply(self, block: Tensor, post: Tensor | None, kept: Tensor | None) -> Tensor:
         """``block`` times post factor and kept bits, in place; the 1 / (1 - p) is left to ``keep_scale``."""

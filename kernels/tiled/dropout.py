@@ -1,4 +1,4 @@
-"""Dropout without a stored mask: whether a probability is kept is a hash of (seed, b, h, q, k).
+"""Dropout without a stored mask: whether a probability, or a score, is kept is a hash of (seed, b, h, q, k).
 
 A position's 32 random bits are ``mix(row_key + column_key)`` (mod 2^32), where the keys are 64-bit mixes of the seed with the row
 number and with the column number, and ``mix`` is two rounds of xor-shift and odd multiplication. The mask is a function of the
@@ -32,15 +32,15 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 class Dropout:
-    """The mask of one call. ``shape``: (heads, lq, lk) of the whole problem."""
+    """A mask of one call, which has ``heads`` and ``lq``. That of the ``scores`` is independent of the probabilities' for the same seed."""
 
-    def __init__(self, seed: Tensor, p: float, heads: int, lq: int) -> None:
+    def __init__(self, seed: Tensor, p: float, heads: int, lq: int, scores: bool = False) -> None:
         first, second = seed.tolist()
         self.device = seed.device
         self.heads, self.lq, self.p = heads, lq, p
         self.scale = 1 / (1 - p) if p < 1 else 0.0
         base = torch.tensor([first, second], dtype=torch.int64, device=self.device)
-        mixed = _mix64(base * _STEP + torch.tensor([1, 2], device=self.device))
+        mixed = _mix64(base * _STEP + torch.tensor([3, 4] if scores else [1, 2], device=self.device))
         self.row_seed, self.column_seed = _mix64(mixed[0] ^ (mixed[1] * _A)), _mix64(mixed[1] + mixed[0] * _B)
         # kept where the bits, read as a signed number, are at least this: probability 1 - p to 2^-32
         self.threshold = min(round(p * 2**32), 2**32) - 2**31

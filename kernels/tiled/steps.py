@@ -50,11 +50,11 @@ class Steps:
         """The block of y may be written over once the probabilities are made from it."""
         return self._is_block(self.results[0]) and self.last_use.get(self.results[0], -1) < 0 and self.results.count(self.results[0]) == 1
 
-    def before(self, box: Coordinates, captures: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> dict[int, Tensor]:
+    def before(self, box: Coordinates, captures: Sequence[Tensor], sizes: Sequence[int], device: torch.device, keep: Tensor | None = None) -> dict[int, Tensor]:
         """Values of the nodes that do not depend on the score."""
         values = {i: c.to(device) for i, c in self.constants.items()}
         if self.broadcast_program is not None:
-            found = evaluate(self.broadcast_program, box, captures=captures, sizes=sizes, device=device)
+            found = evaluate(self.broadcast_program, box, keep=keep, captures=captures, sizes=sizes, device=device)
             values.update(zip(self.broadcast, found, strict=True))
         return values
 

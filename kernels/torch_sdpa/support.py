@@ -30,6 +30,7 @@ GRADIENT = declare("sdpa_gradient", "PyTorch's fused attention has no exact grad
 LSE = declare("sdpa_lse", "PyTorch's fused attention has no gradient for the rows' normalisers; the project's own kernels have.")
 POST = declare("sdpa_post", "PyTorch's fused attention has no factor on the probabilities.")
 DROPOUT = declare("sdpa_dropout", "PyTorch's fused attention on the CPU has no dropout.")
+SCORE_DROPOUT = declare("sdpa_score_dropout", "PyTorch's fused attention drops probabilities, not scores.")
 DTYPE = declare("sdpa_dtype", "PyTorch's fused attention takes float16 and bfloat16, and float32 on the CPU.")
 HEAD_SIZE = declare("sdpa_head_size", "PyTorch's fused attention kernels are limited in head sizes.")
 STRIDES = declare("sdpa_strides", "PyTorch's fused attention reads tensors whose last dimension is contiguous.")
@@ -152,6 +153,8 @@ def _common(request: AttentionRequest, dtypes: tuple[torch.dtype, ...]) -> list[
         found.append(Refusal(DTYPE, f"q, k and v are {str(request.q.dtype).removeprefix('torch.')} on {request.device}"))
     if request.recomputed and not request.needs_grad:
         found.append(Refusal(CHECKPOINT, "inside a checkpoint, and no gradient is needed"))
+    if request.program.drop_p is not None:
+        found.append(Refusal(SCORE_DROPOUT, f"dropout {request.program.drop_p:g} of the scores"))
     if request.lse:
         found.append(Refusal(LSE, "the rows' normalisers are used, and differentiated"))
     if request.post is not None:

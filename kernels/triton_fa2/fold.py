@@ -34,12 +34,20 @@ def moderate(program: ScoreProgram, root: int) -> bool:
             return visit(node.args[0], factor)
         if node.op == "where":
             return visit(node.args[1], factor) and visit(node.args[2], factor)
-        if node.op in ("mul", "div") and nodes[node.args[1]].op == "const" and nodes[node.args[1]].value:
-            constant = abs(float(nodes[node.args[1]].value))  # type: ignore[arg-type]
+        constant = _largest(nodes, node.args[1]) if node.op in ("mul", "div") else 0.0
+        if constant and (node.op == "mul" or nodes[node.args[1]].op == "const"):
             return visit(node.args[0], factor * constant if node.op == "mul" else factor / constant)
         return factor <= _MODERATE
 
     return visit(root, 1.0)
+
+
+def _largest(nodes: tuple[Node, ...], i: int) -> float:
+    """Magnitude of a literal, or of the larger of two that are chosen between (the weight of a kept score); else 0."""
+    node = nodes[i]
+    if node.op == "where":
+        return max(_largest(nodes, a) if nodes[a].op == "const" else 0.0 for a in node.args[1:])
+    return abs(float(node.value)) if node.op == "const" else 0.0  # type: ignore[arg-type]
 
 
 def may_be_minus_infinity(program: ScoreProgram, root: int) -> bool:

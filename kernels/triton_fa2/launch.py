@@ -37,8 +37,10 @@ def common_arguments(traits: Traits, inputs: Inputs) -> dict[str, Any]:
         if c in lengths:
             out |= {f"C{c}_n{d}": n for d, n in enumerate(capture.shape)}
     out |= {f"Z{i}": inputs.sizes[i] for i in traits.sizes}
+    if traits.random:
+        out["SEED"] = inputs.seed
     if traits.dropout:
-        out |= {"SEED": inputs.seed, "dropout_p": inputs.dropout_p}
+        out["dropout_p"] = inputs.dropout_p
     return out | {"H": inputs.q.shape[1], "Lq": inputs.q.shape[2], "Lk": inputs.k.shape[2]}
 
 

@@ -72,7 +72,7 @@ class Renderer:
     """Emits the values of one program once each; ``lines`` receives statements, ``hoisted`` those that precede the loop.
 
     Args:
-        names: Triton expressions of the leaves ``score``, ``grad``, ``b``, ``h``, ``q``, ``k``; ``score`` and ``grad`` may be set
+        names: Triton expressions of the leaves ``score``, ``grad``, ``keep``, ``b``, ``h``, ``q``, ``k``; ``score`` and ``grad`` may be set
             later, before the nodes that need them are asked for.
         loop: which of these change inside the loop.
         prefix: of variable names, unique in the kernel.
@@ -107,6 +107,8 @@ class Renderer:
             return self.names[node.op]
         if node.op == "index":
             return self.names[str(node.value)]
+        if node.op == "keep":
+            return self._assign(i, self.names["keep"])
         if node.op == "size":
             return self._assign(i, f"tl.full([], 0, tl.int32) + Z{node.value}")  # a tensor even where the size arrives as a constant
         return self._assign(i, self._load(node) if node.op == "load" else self._expression(i, node))

@@ -16,18 +16,20 @@ from dataclasses import dataclass
 from .fold import LOG2E
 from .render import Renderer, literal
 from .text import (
-    DROPOUT_SETUP,
     base,
     block,
     capture_parameters,
     head_indices,
     indent,
+    keep_scores,
     kernel,
     key_scan,
     masked,
     offsets,
     padded,
     post_factor,
+    random_parameters,
+    random_setup,
     strided,
     tile_loops,
     tile_pointer,
@@ -55,8 +57,7 @@ def common_parameters(traits: Traits, outputs: Iterable[str], partials: Iterable
     names = [*strided(("Q", "K", "V", "DO")), "LSE", "DELTA", *strided(tuple(outputs)), *(f"G{i}" for i, _ in enumerate(partials))]
     names += ["LSE_LOW"] if traits.split_lse else []
     names += ["FLAG"] if traits.flag_below is not None else []
-    names += ["SEED", "dropout_p"] if traits.dropout else []
-    return [*names, *capture_parameters(traits), *(f"Z{i}" for i in traits.sizes), "H", "Lq", "Lk"]
+    return [*names, *random_parameters(traits), *capture_parameters(traits), *(f"Z{i}" for i in traits.sizes), "H", "Lq", "Lk"]
 
 
 # -- delta ---------------------------------------------------------------------------------------------------------------
@@ -106,7 +107,8 @@ def gradient_tile(
     along_q, along_k, shape = ("[:, None]", "[None, :]", "[BLOCK_M, BLOCK_N]") if rows else ("[None, :]", "[:, None]", "[BLOCK_N, BLOCK_M]")
     dot = (lambda q, k: f"tl.dot({q}, tl.trans({k}){precision})") if rows else (lambda q, k: f"tl.dot({k}, tl.trans({q}){precision})")
     name = flavour.name[0]
-    renderer = Renderer(flavour.program, {"score": "s", "grad": "ds", "b": "b", "h": "h", "q": "q_idx", "k": "k_idx"}, (loop,), name)
+    names = {"score": "s", "grad": "ds", "keep": keep_scores(traits, not rows), "b": "b", "h": "h", "q": "q_idx", "k": "k_idx"}
+    renderer = Renderer(flavour.program, names, (loop,), name)
     y = renderer.value(flavour.program.results[0]) if flavour.scale is None else "s"
     lines = [f"s = {dot('q_t', 'k_t')}", *renderer.lines]
     renderer.lines.clear()
@@ -243,7 +245,7 @@ def tile_setup(traits: Traits) -> list[str]:
         "zero = tl.full([], 0, tl.int64)",
         f"d_local = tl.arange(0, {block(int(traits.plan.get('d')))})",
         f"dv_local = tl.arange(0, {block(int(traits.plan.get('dv')))})",
-        *(DROPOUT_SETUP if traits.dropout else []),
+        *random_setup(traits),
     ]
 
 

@@ -12,18 +12,20 @@ from __future__ import annotations
 from .fold import LOG2E
 from .render import Renderer, literal
 from .text import (
-    DROPOUT_SETUP,
     base,
     block,
     capture_parameters,
     head_indices,
     indent,
+    keep_scores,
     kernel,
     key_scan,
     masked,
     offsets,
     padded,
     post_factor,
+    random_parameters,
+    random_setup,
     strided,
     tile_loops,
     tile_pointer,
@@ -40,8 +42,7 @@ def parameters(traits: Traits) -> list[str]:
     names = [*strided(("Q", "K", "V", "O")), "LSE"]
     names += ["LSE_LOW"] if traits.split_lse else []
     names += strided(("O32",)) if traits.exact_delta else []
-    names += ["SEED", "dropout_p"] if traits.dropout else []
-    return [*names, *capture_parameters(traits), *(f"Z{i}" for i in traits.sizes), "H", "Lq", "Lk"]
+    return [*names, *random_parameters(traits), *capture_parameters(traits), *(f"Z{i}" for i in traits.sizes), "H", "Lq", "Lk"]
 
 
 def forward_source(traits: Traits) -> str:
@@ -70,7 +71,7 @@ def forward_source(traits: Traits) -> str:
         offsets("k_off", "K", "n_local", "d_local"),
         offsets("v_off", "V", "n_local", "dv_local"),
         f"q_t = {masked(tile_pointer('q_base', 'Q', 'q_rows', 'd_local'), 'q_in[:, None]', d_in)}",
-        *(DROPOUT_SETUP if traits.dropout else []),
+        *random_setup(traits),
         *tile_range(True, traits, "fwd", key_scan(traits)),
         *hoisted,
         *_accumulators(traits),
@@ -96,7 +97,8 @@ def _tile(traits: Traits, flavour: Flavour, hoisted: list[str]) -> list[str]:
     d_in, dv_in = padded(traits)
     rows = "k_in[:, None]" if flavour.edge else None
     precision = traits.precision
-    renderer = Renderer(flavour.program, {"score": "s", "b": "b", "h": "h", "q": "q_idx", "k": "k_idx"}, ("k",), flavour.name[0])
+    names = {"score": "s", "keep": keep_scores(traits, False), "b": "b", "h": "h", "q": "q_idx", "k": "k_idx"}
+    renderer = Renderer(flavour.program, names, ("k",), flavour.name[0])
     y = renderer.value(flavour.program.result) if flavour.scale is None else "s"
     post_hoisted, post_lines, factor = post_factor(traits, "k", f"p{flavour.name[0]}")
     hoisted += [*renderer.hoisted, *post_hoisted]

@@ -208,9 +208,26 @@ def post_factor(traits: Traits, loop: str, prefix: str) -> tuple[list[str], list
     return renderer.hoisted, renderer.lines, value
 
 
-DROPOUT_SETUP = [
-    "offset = tl.load(SEED + 1)",
-    "seed = tl.load(SEED)",
+def random_parameters(traits: Traits) -> list[str]:
+    return [*(["SEED"] if traits.random else []), *(["dropout_p"] if traits.dropout else [])]
+
+
+def random_setup(traits: Traits) -> list[str]:
+    """What ``fa2_keep`` is given."""
+    lines = ["offset = tl.load(SEED + 1)", "seed = tl.load(SEED)"] if traits.random else []
+    if traits.rejected_scores is not None:
+        lines += [f"score_threshold = tl.full([], {traits.rejected_scores}, tl.uint32) << 16"]
+    return [*lines, *(_DROPOUT_SETUP if traits.dropout else [])]
+
+
+def keep_scores(traits: Traits, transposed: bool) -> str:
+    """Which scores the program keeps: a stream of random numbers beside that of the probabilities, whose ``bh`` is never negative."""
+    if traits.rejected_scores == 1 << 16:
+        return "tl.full([1, 1], 0, tl.int1)"
+    return f"fa2_keep(m0, n0, ~bh, seed, offset, score_threshold, BLOCK_M, BLOCK_N, {transposed})"
+
+
+_DROPOUT_SETUP = [
     "rejected = (tl.full([], 65536.0, tl.float32) * dropout_p + 0.5).to(tl.int32)",
     "threshold = rejected.to(tl.uint32) << 16",
     "keep_scale = tl.where(rejected >= 65536, 0.0, 65536.0 / tl.maximum(65536 - rejected, 1).to(tl.float32))",

@@ -100,6 +100,16 @@ class Traits:
     def dropout(self) -> bool:
         return bool(self.plan.get("dropout"))
 
+    @property
+    def rejected_scores(self) -> int | None:
+        """Of 2**16 scores, how many the program drops: the chance is rounded to that, like that of a probability. None where it draws nothing."""
+        p = self.plan.program.drop_p
+        return None if p is None else round(p * 65536)
+
+    @property
+    def random(self) -> bool:
+        return self.dropout or self.rejected_scores is not None
+
     def single(self, kernel: str) -> bool:
         """The kernel's loop over tiles surely has one."""
         return bool(self.plan.get(f"{kernel}_single"))

@@ -179,6 +179,63 @@ def dropout_gradients(form: str, config: dict[str, Any], window: bool = False) -
         torch.testing.assert_close(got.double(), want.detach(), rtol=1e-4, atol=2e-5)
 
 
+def _score_mask(shape: tuple[int, int, int, int], p: float, config: dict[str, Any], seed: tuple[int, int]) -> Any:
+    """Which scores are kept, read off scores of 4 and an identity V."""
+    import torch
+    from kernel_cases import Case, Dims, dropping, problem
+
+    from fa_inductor.request import Inputs
+
+    b, h, lq, lk = shape
+    kernel = _Configured(config)
+    plan = kernel.plan(dropping(problem(Case("mask", "plain", Dims(b, h, h, lq, lk, 16, lk))), p).request())
+    eye = torch.eye(lk)[None, None].expand(b, h, lk, lk)
+    result = kernel.forward(plan, Inputs(torch.ones(b, h, lq, 16), torch.ones(b, h, lk, 16), eye, (), (), 0.0, torch.tensor(seed)))
+    return result.out.log() + result.lse[..., None] > 2
+
+
+def score_dropout_statistics(p: float) -> None:
+    """The right share of the scores is dropped, independently of each other and of the probabilities that the same seed drops."""
+    import torch
+
+    seed, shape = (123456789012, 5), (2, 2, 128, 128)
+    kept = _score_mask(shape, p, {}, seed)
+    assert abs(float((~kept).double().mean()) - p) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    noise, other = (~kept).double() - p, (_mask(shape, p, {}, seed) == 0).double() - p
+    pairs = [(noise[..., 1:], noise[..., :-1]), (noise[:, :, 1:], noise[:, :, :-1]), (noise[0], noise[1]), (noise[:, 0], noise[:, 1]), (noise, other)]
+    pairs += [(noise, torch.roll(other, 1, d)) for d in range(4)]
+    for x, y in pairs:
+        assert abs(float((x * y).mean())) / (p * (1 - p)) < 5 / x.numel() ** 0.5
+
+
+def score_dropout_tiles(config: dict[str, Any]) -> None:
+    """The mask does not depend on the tile's size."""
+    assert bool((_score_mask((1, 2, 70, 90), 0.3, {}, (1, 2)) == _score_mask((1, 2, 70, 90), 0.3, config, (1, 2))).all())
+
+
+def score_dropout_gradients(form: str, config: dict[str, Any], window: bool = False, outside: bool = False, after: float = 0.0, keys: int = 45) -> None:
+    """Forward and every gradient against the reference in fp64 under the kernel's own masks."""
+    import torch
+    from kernel_cases import Case, Dims, all_needs, dropping, named, problem, run_kernel
+
+    from fa_inductor.kernels.reference import KERNEL as REFERENCE
+
+    p, seed = 0.3, ((77 << 33) + 5, 6)
+    dims = Dims(2, 4, 4, 23, 31, 16, 16) if window else Dims(2, 4, 2, 40, keys, 16, 16)
+    shape = (dims.b, dims.hq, dims.lq, dims.lk)
+    problem_ = dropping(problem(Case("drop", form, dims)), p, outside)
+    needs = all_needs(problem_)
+    _, result, gradients = run_kernel(_Configured(config), problem_, dropout_p=after, seed=torch.tensor(seed))
+    masks = {"score_keep": _score_mask(shape, p, {}, seed), "keep": _mask(shape, after, {}, seed) > 0 if after else None}
+    exact = problem_.to(torch.float64)
+    plan, inputs = REFERENCE.plan(exact.request(after)), exact.inputs(after, torch.tensor(seed))
+    wanted = REFERENCE.forward(plan, inputs, **masks)
+    expected = REFERENCE.backward(plan, inputs, wanted, exact.grad_out, needs, **masks)
+    got = named(result.out, result.lse, gradients).tensors
+    for name, want in named(wanted.out, wanted.lse, expected).tensors.items():
+        torch.testing.assert_close(got[name].double(), want, rtol=1e-4, atol=1e-4 if name.startswith("dcapture") else 2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def partial_needs(form: str, window: bool = False) -> None:
     """Only what is asked for is returned, and it is the same as when everything is asked for."""
     import torch
@@ -282,6 +339,9 @@ CHECKS: dict[str, Callable[..., None]] = {
         dropout_tiles,
         dropout_everything,
         dropout_gradients,
+        score_dropout_statistics,
+        score_dropout_tiles,
+        score_dropout_gradients,
         partial_needs,
         split_columns,
         whole_launches,

@@ -146,7 +146,7 @@ def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
 def with_symbols(refused: Refused, candidate: Candidate) -> Refused:
     """``refused``, which also says that sizes are symbols where that may be why an index was not understood."""
     products = [*candidate.contractions, *score_contractions(candidate.anchor.input)[0]]
-    tensors = {n for product in products for n in (product, *product.all_input_nodes) if isinstance(n.meta["val"], torch.Tensor)}
+    tensors = {n for product in products for n in (product, *product.all_input_nodes) if isinstance(n.meta.get("val"), torch.Tensor)}
     names = sorted({str(s) for n in tensors for size in shape_of(n.meta["val"]) for s in size.free_symbols})
     if not names or refused.refusal.code not in _BY_INDEX:
         return refused

@@ -304,9 +304,9 @@ two_softmaxes: refused: escape_after_dropout: mul uses the scores after dropout,
 two_softmaxes: refused: escape_after_dropout: softmax uses the scores after dropout, or their probabilities, too
 one_draw_for_all_heads: refused: shared_dropout: this dropout may draw one number for several scores
 two_draws_for_a_score: refused: shared_dropout: two draws of this dropout go into one score
-shifted_before: refused: unsupported_op: aten.amax.default on the scores or probabilities cannot be expressed per element
-sink_dropped: refused: unsupported_op: aten.dropout.default on the scores or probabilities cannot be expressed per element
-other_dropout: refused: unsupported_op: aten.alpha_dropout.default stands between the score matmul and the softmax""",
+shifted_before: refused: unsupported_op: aten.amax.default, which is not elementwise, is applied to the scores or probabilities
+sink_dropped: refused: no_rule: aten.dropout.default, which is elementwise, but has no rule in this form, is applied to the scores or probabilities
+other_dropout: refused: unsupported_op: aten.alpha_dropout.default, which is not elementwise, stands between the score matmul and the softmax""",
         )
 
     def test_dropped(self):

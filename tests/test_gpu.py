@@ -12,7 +12,8 @@ import test_forms
 import test_joined  # noqa: F401
 import test_overwrites  # noqa: F401
 import torch
-from fusing import check
+import torch.nn.functional as F
+from fusing import assert_close, check
 from model_zoo import MODELS
 from test_forms import FORMS
 from test_models import check_model
@@ -94,3 +95,35 @@ def test_cuda_graphs(kernel: str, train: bool) -> None:
             mine, theirs = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (ours, eager))
             for a, b in zip(mine, theirs):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("length", [32, 200])
+def test_dropout_of_the_scores(length: int, dtype: torch.dtype) -> None:
+    """The mask is read off equal scores and values of the identity; then scores are dropped by it, forward and backward."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout(q @ k.mT * 0.25, 0.3).softmax(-1) @ v
+
+    def call(*inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        torch.manual_seed(5)
+        out = fused(*inputs)
+        return out.detach(), torch.autograd.grad((out * weights).sum(), inputs)
+
+    torch._dynamo.reset()
+    fused = torch.compile(function, backend="flashattn", options={"kernel": "triton", "strict": True})
+    weights = torch.randn(2, 3, length, length, device="cuda", dtype=dtype)
+    ones = [torch.ones(2, 3, length, 32, device="cuda", dtype=dtype).requires_grad_() for _ in range(2)]
+    eye = torch.eye(length, device="cuda", dtype=dtype).expand(2, 3, length, length).clone().requires_grad_()
+    p, _ = call(*ones, eye)
+    keep = p > 0.5 * p.amax(-1, keepdim=True)  # e^0 beside e^(8 / 0.7)
+    assert 0.68 < float(keep.float().mean()) < 0.72
+    inputs = [torch.randn_like(x).requires_grad_() for x in (*ones, eye)]
+    ours, gradients = call(*inputs)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    results = []
+    for q, k, v in (inputs, exact_inputs):
+        out = (torch.where(keep, q @ k.mT * 0.25 / 0.7, 0.0).softmax(-1)) @ v
+        results.append([out, *torch.autograd.grad((out * weights.to(out.dtype)).sum(), (q, k, v))])
+    for mine, eager, exact in zip((ours, *gradients), *results):
+        assert_close(mine, eager, exact)

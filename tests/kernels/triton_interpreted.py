@@ -47,8 +47,12 @@ class Worker:
 
 # -- in the interpreter's process ----------------------------------------------------------------------------------------
 def _mend_interpreter() -> None:
-    """Two defects of Triton 3.6's interpreter: range bounds under NumPy >= 2.4, and bf16 products, which it takes from the raw bits."""
+    """Two defects of Triton 3.6's interpreter: range bounds under NumPy >= 2.4, and bf16 products, which it takes from the raw bits.
+
+    And PyTorch 2.11 does not wrap interpreted kernels, which need no wrapping.
+    """
     import numpy
+    import torch.library
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -67,6 +71,8 @@ def _mend_interpreter() -> None:
             return handle
         return interpreter.TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
 
+    wrap = torch.library.wrap_triton
+    torch.library.wrap_triton = lambda kernel: kernel if isinstance(kernel, interpreter.InterpretedFunction) else wrap(kernel)
     builder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
 
 

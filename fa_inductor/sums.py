@@ -144,11 +144,11 @@ def _products(node: fx.Node) -> Iterator[Product]:
 def _guarded(product: Product, removed: Removed) -> Sum | None:
     """A product that cannot be written out stays as it is."""
     maps, values = product.maps, product.values
-    terms = list(_terms(maps)) if min(maps.meta["val"].dim(), values.meta["val"].dim()) > 1 else []
-    if len(terms) < 2 or not all(_is_map(t.map, maps) for t in terms) or not _moves(product.node, terms):
-        return None
     writer = Writer(product.node)
     try:
+        terms = list(_terms(maps)) if min(maps.meta["val"].dim(), values.meta["val"].dim()) > 1 else []
+        if len(terms) < 2 or not all(_is_map(t.map, maps) for t in terms) or not _moves(product.node, terms):
+            return None
         return _write_out(product, terms, writer, removed)
     except Exception as error:
         log.get().warning("a product of a sum of probabilities stays as it is: %s", error, exc_info=True)
@@ -168,7 +168,9 @@ def _terms(node: fx.Node) -> Iterator[Term]:
             yield term if weight == 1 else term.times(aten.mul.Tensor, weight)
     elif name == "neg":
         yield from (t.times(aten.mul.Tensor, -1.0) for t in _terms(args[0]))
-    elif (name == "dropout" and not is_dropout(node)) or (name in _CASTS and args[0].meta["val"].dtype.is_floating_point):
+    elif (name == "dropout" and not is_dropout(node)) or (
+        name in _CASTS and isinstance(args[0].meta["val"], torch.Tensor) and args[0].meta["val"].dtype.is_floating_point
+    ):
         yield from _terms(args[0])
     else:
         weighted = next(_weighted(node), None)
@@ -189,7 +191,7 @@ def _weighted(node: fx.Node) -> Iterator[tuple[Any, fx.Node, Any]]:
     else:
         return
     for inner, weight in pairs:
-        if isinstance(inner, fx.Node) and inner.meta["val"].shape == node.meta["val"].shape and _constant_along_keys(weight):
+        if isinstance(inner, fx.Node) and _alike(inner, node) and _constant_along_keys(weight):
             yield target, inner, weight
 
 
@@ -202,18 +204,24 @@ def _constant_along_keys(weight: Any) -> bool:
 
 def _is_map(node: fx.Node, maps: fx.Node) -> bool:
     """Of the same shape as the sum, and a view of a softmax (with its dropout, and factors)."""
-    if node.meta["val"].shape != maps.meta["val"].shape:
+    if not _alike(node, maps):
         return False
     while softmax.match(node) is None:
         inner = [a for a in node.args[:2] if isinstance(a, fx.Node)]
         if name_of(node) in MULTIPLICATIONS:
-            inner = [a for a in inner if a.meta["val"].shape == node.meta["val"].shape and a.op != "placeholder"]
+            inner = [a for a in inner if _alike(a, node) and a.op != "placeholder"]
         elif not (views.is_view(node) or name_of(node) in (*_CASTS, "dropout", "getitem", *views.SPLITS)):
             return False
         if not inner:
             return False
         node = inner[0]
     return True
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Tensors of one shape; a symbolic number is none."""
+    x, y = a.meta["val"], b.meta["val"]
+    return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape
 
 
 def _moves(product: fx.Node, terms: list[Term]) -> bool:

@@ -79,6 +79,19 @@ def test_spellings(name: str) -> None:
     check(SPELLINGS[name], shared_inputs(), sites=2 if "slices" in name or "select" in name else 1)
 
 
+def test_a_weight_that_is_a_symbolic_number() -> None:
+    """Made of a size that is a symbol: no tensor, and no reason to fail."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        p = soft(q, k).chunk(2, 1)
+        return (p[0] - q.shape[-1] ** -0.5 * p[1]) @ v + ((p[0] + q.shape[-2] / 7.0) * 2.0) @ v * w
+
+    inputs = shared_inputs()
+    result, sites = sites_of(function, *inputs, dynamic=True)
+    assert len(sites) >= 1
+    torch.testing.assert_close(result, function(*inputs), rtol=1e-4, atol=1e-5)
+
+
 def every_second(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     p = soft(q, k)
     return (p[:, ::2] - w * p[:, 1::2]) @ v

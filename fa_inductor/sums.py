@@ -21,14 +21,13 @@ from torch import fx
 from . import log
 from .find import is_dropout
 from .patterns import softmax, views
-from .patterns.batch_slices import Share, share_of
+from .patterns.batch_slices import MAP_CASTS, Share, share_of
 from .patterns.contraction import labels_of
-from .patterns.exponentials import CASTS, DIVISIONS, MULTIPLICATIONS, SUBTRACTIONS
+from .patterns.exponentials import DIVISIONS, MULTIPLICATIONS, SUBTRACTIONS
 from .patterns.views import name_of
 from .writer import Writer
 
 aten = torch.ops.aten
-_CASTS = (*CASTS, "type_as")
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def _terms(node: fx.Node) -> Iterator[Term]:
     elif name == "neg":
         yield from (t.times(aten.mul.Tensor, -1.0) for t in _terms(args[0]))
     elif (name == "dropout" and not is_dropout(node)) or (
-        name in _CASTS and isinstance(args[0].meta["val"], torch.Tensor) and args[0].meta["val"].dtype.is_floating_point
+        name in MAP_CASTS and isinstance(args[0].meta["val"], torch.Tensor) and args[0].meta["val"].dtype.is_floating_point
     ):
         yield from _terms(args[0])
     else:
@@ -210,7 +209,7 @@ def _is_map(node: fx.Node, maps: fx.Node) -> bool:
         inner = [a for a in node.args[:2] if isinstance(a, fx.Node)]
         if name_of(node) in MULTIPLICATIONS:
             inner = [a for a in inner if _alike(a, node) and a.op != "placeholder"]
-        elif not (views.is_view(node) or name_of(node) in (*_CASTS, "dropout", "getitem", *views.SPLITS)):
+        elif not (views.is_view(node) or name_of(node) in (*MAP_CASTS, "dropout", "getitem", *views.SPLITS)):
             return False
         if not inner:
             return False

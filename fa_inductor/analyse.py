@@ -22,11 +22,11 @@ from .dropped import Dropped, check_draws, check_uses, dropped, kept_score, lone
 from .find import Candidate, blocker, is_dropout, reachable, reaches_contraction, score_contractions
 from .finite import finite_among
 from .graph import GraphContext
-from .index import ONE, ZERO, Expr, Space, equal, nonnegative, product, shape_of
+from .index import ONE, ZERO, Expr, Space, nonnegative, product, shape_of
 from .lift import DETACHED, REINDEXED, UNSUPPORTED_OP, Lifter, hooked, refuse, unsupported
 from .near_softmax import ALTERED
 from .normalize.aliases import storage_keys
-from .operands import AxisName, as_view, candidates, chain, group_of, view_of
+from .operands import AxisName, as_view, candidates, chain, covers, group_of, view_of
 from .patterns.contraction import OTHER_PRODUCTS, Contraction, describe, is_contraction
 from .patterns.exponentials import shifts
 from .patterns.kept import Mask
@@ -519,9 +519,9 @@ class Region:
         """The softmax's rows in terms of b, h and q."""
         shape, dim = shape_of(self.anchor.input.meta["val"]), self.anchor.dim
         index = self._softmax_index[:dim] + self._softmax_index[dim + 1 :]
-        found = view_of(space, {B: "b", H: "h", Q: "q"}, self.anchor.output, index, shape[:dim] + shape[dim + 1 :])
-        atoms = [a for d in found.dimensions for a in d] if found is not None else []
-        if found is None or any(not equal(product([a.extent for a in atoms if a.axis == name]), space.extent[x]) for x, name in ((B, "b"), (H, "h"), (Q, "q"))):
+        axes: dict[sympy.Symbol, AxisName] = {B: "b", H: "h", Q: "q"}
+        found = view_of(space, axes, self.anchor.output, index, shape[:dim] + shape[dim + 1 :])
+        if found is None or not covers(space, axes, found):
             raise refuse(JOINED, "the rows of probabilities are not those of the output, one for one", self.second)
         return found
 

@@ -14,9 +14,9 @@ import sympy
 from torch import fx
 
 from .find import reachable
-from .index import Expr, Space, equal, product
+from .index import Expr, Space
 from .lift import Lifter, refuse
-from .operands import AxisName, as_view
+from .operands import AxisName, as_view, covers
 from .patterns.views import argument
 from .refusal import declare
 
@@ -72,8 +72,7 @@ def kept_score(lifter: Lifter, drawn: Dropped) -> int:
 def check_draws(space: Space, axes: dict[sympy.Symbol, AxisName], drawn: Dropped) -> None:
     """Is each element of the dropout that is read that of one (b, h, q, k)?"""
     view = as_view(space, axes, drawn.node, drawn.index, windows=True)
-    atoms = [a for dimension in view.dimensions for a in dimension] if view is not None else []
-    if view is None or any(not equal(product([a.extent for a in atoms if a.axis == name]), space.extent[x]) for x, name in axes.items()):
+    if view is None or not covers(space, axes, view):
         what = {"score": "scores", "probability": "probabilities"}[drawn.what]
         raise refuse(SHARED, f"this dropout may draw one number for several {what}", drawn.node)
 

@@ -93,6 +93,12 @@ def view_of(
     return view if all(ordered(space, symbol, axis, view) is not None for symbol, axis in axes.items()) else None
 
 
+def covers(space: Space, axes: dict[sympy.Symbol, AxisName], view: View4) -> bool:
+    """Has the tensor an element for every combination of the axes' places: does it lack none of them?"""
+    atoms = [a for dimension in view.dimensions for a in dimension]
+    return all(equal(product([a.extent for a in atoms if a.axis == name]), space.extent[symbol]) for symbol, name in axes.items())
+
+
 def ordered(space: Space, symbol: sympy.Symbol, axis: AxisName, view: View4) -> tuple[Atom, ...] | None:
     """The atoms of ``axis`` from the slowest, if together they make up the axis (or a group index of it); () if absent."""
     mine = [a for atoms in view.dimensions for a in atoms if a.axis == axis]

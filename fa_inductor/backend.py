@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from . import breaks, library_calls, log, report, sums
-from .analyse import DTYPE, NO_SCORES, NOT_ATTENTION
+from .analyse import NO_SCORES
 from .counters import record_graph
 from .dump import Dump
 from .find import Candidate, find
@@ -32,6 +32,7 @@ from .options import Options, parse
 from .patterns.views import value_of
 from .recognise import recognise_site
 from .refusal import Refusal, Refused, StrictError, declare
+from .region import DTYPE, NOT_ATTENTION
 from .report import GraphReport, KernelRefusals, SiteReport
 from .request import AttentionRequest, Plan
 from .rewrite import Placed, SiteEmitter, discard, place, replace

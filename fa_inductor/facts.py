@@ -62,6 +62,8 @@ class MaskFacts:
     """The predicate is exactly the conjunction of ``terms``: where they all hold, the mask is off."""
     every_row_visible: bool
     skip_above: float
+    every_row_keeps_a_key: bool = False
+    """No row is hidden as a whole by this fill, -inf; another, finite, may hide all keys of a row (then ``every_row_visible`` is not known)."""
 
     def term(self, kind: TermKind) -> MaskTerm | None:
         """The first term of that kind."""

@@ -53,8 +53,8 @@ def finite_among(nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def _no_row_is_nan(site: AttentionSite, facts: ProgramFacts) -> bool:
-    visible = facts.mask is not None and facts.mask.every_row_visible and facts.mask.fill == -math.inf
-    return surely_finite(site.program, fill=-math.inf if visible else None, finite=finite_among(c.node for c in site.captures))
+    kept = facts.mask is not None and facts.mask.every_row_keeps_a_key
+    return surely_finite(site.program, fill=-math.inf if kept else None, finite=finite_among(c.node for c in site.captures))
 
 
 def check_cleaned(site: AttentionSite, facts: ProgramFacts, trained: bool) -> None:

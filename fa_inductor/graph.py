@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -11,8 +11,12 @@ from torch import fx
 
 from .index import Expr, as_expr
 from .normalize.aliases import storage_keys, written_args
+from .patterns.generators import reads
 from .patterns.views import name_of
 from .sizes import definition
+
+if TYPE_CHECKING:
+    from .band import Band
 
 
 class GraphContext:
@@ -27,6 +31,8 @@ class GraphContext:
         self.order: dict[fx.Node, int] = {}
         self.grad_mode: dict[fx.Node, bool] = {}
         self.needs_grad: set[fx.Node] = set()
+        self.bands: list[Band] = []
+        """What ``band`` has proved of softmaxes of this graph."""
         self.writes: list[fx.Node] = []
         self._size_nodes: dict[Expr, Any] = {}
         self.recomputed = outside is not None and grad_enabled
@@ -105,7 +111,7 @@ class GraphContext:
             return False
         if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
             return False
-        return any(n in self.needs_grad for n in node.all_input_nodes)
+        return any(n in self.needs_grad for n in reads(node))
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
     def size_node(self, expr: Expr, before: fx.Node) -> Any:

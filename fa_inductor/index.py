@@ -103,7 +103,7 @@ class Space:
         slack = sympy.expand(size - 1 - top)
         return slack == 0 or slack.is_nonnegative is True
 
-    def _split(self, expr: Expr, n: Expr) -> tuple[Expr, Expr]:
+    def split(self, expr: Expr, n: Expr) -> tuple[Expr, Expr]:
         """``expr = n * quotient + rest``, taking to the quotient every term that n divides."""
         quotient, rest = ZERO, ZERO
         for term in sympy.Add.make_args(sympy.expand(expr)):
@@ -118,7 +118,7 @@ class Space:
         """``expr // n`` for non-negative ``expr``."""
         if n == 1 or expr == 0:
             return expr
-        quotient, rest = self._split(expr, n)
+        quotient, rest = self.split(expr, n)
         if self._fits(rest, n):
             return quotient
         nested = self._through_floordiv(expr, n)
@@ -131,10 +131,17 @@ class Space:
         """``expr % n`` for non-negative ``expr``."""
         if n == 1 or expr == 0:
             return ZERO
-        _, rest = self._split(expr, n)
+        _, rest = self.split(expr, n)
         if rest.is_Integer and n.is_Integer:
             return rest % n  # -1 is left of 2*s - 1
         return rest if self._fits(rest, n) else Mod(rest, n)
+
+    def simplified(self, expr: Expr) -> Expr:
+        """``expr`` with its divisions done again, with the extents known."""
+        if isinstance(expr, (FloorDiv, Mod)):
+            inner, n = (self.simplified(a) for a in expr.args)
+            return self.div(inner, n) if isinstance(expr, FloorDiv) else self.mod(inner, n)
+        return sympy.expand(expr.func(*map(self.simplified, expr.args)) if expr.args else expr)
 
 
 def rejoined(expr: Expr) -> Expr:

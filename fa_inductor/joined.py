@@ -15,7 +15,8 @@ from itertools import pairwise
 import sympy
 from torch import fx
 
-from .analyse import MUTATION, K, Part, Region, analyse, with_symbols
+from .analyse import analyse, with_symbols
+from .band_region import banded
 from .columns import JOINED, MOST
 from .find import Candidate, is_dropout, score_contractions
 from .graph import GraphContext
@@ -24,6 +25,7 @@ from .lift import Straddles, liftable, refuse
 from .patterns import joins
 from .patterns.views import name_of
 from .refusal import Refused
+from .region import MUTATION, K, Part, Region
 from .site import AttentionSite, Column, Piece
 
 MOST_PIECES = 16
@@ -34,6 +36,9 @@ def search(context: GraphContext, candidate: Candidate) -> AttentionSite:
     try:
         return _search(context, candidate)
     except Refused as refused:
+        site = banded(context, candidate)
+        if site is not None:
+            return site
         raise with_symbols(refused, candidate) from None
 
 

@@ -83,6 +83,8 @@ class Lifter:
         self._cuts = Cuts(context)
         self._capture_numbers: dict[fx.Node, int] = {}
         self.narrowed: dict[fx.Node, str] = {}
+        self.known: dict[fx.Node, Leaf] = {}
+        """Nodes that do not depend on the scores, of which something is known that says what their elements are."""
 
     # -- elements --------------------------------------------------------------------------------------------------------
     def element(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
@@ -92,6 +94,9 @@ class Lifter:
         return self._known[key]
 
     def _element(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
+        told = self.known[node](self, node, index) if node in self.known else None
+        if told is not None:
+            return told
         if node in self.carriers:
             return self._carrier(node, index)
         if isinstance(node.meta.get("val"), (torch.SymInt, int)):
@@ -131,7 +136,7 @@ class Lifter:
         value = rule(Cell(self.builder, node, lambda x: self.operand(x, index))) if rule else None
         if value is None:
             raise unsupported(node, "is read between the matmuls")
-        return self._rounded(node, value)
+        return self.rounded(node, value)
 
     def _joined(self, node: fx.Node, index: tuple[Expr, ...]) -> int:
         """A concatenation by a choice; not along the keys, whose parts are products of their own."""
@@ -147,15 +152,20 @@ class Lifter:
         value = overwrites.read(self, node, index) if overwrites.accepts(node) else None
         if value is None:
             raise refuse(UNSUPPORTED_OP, f"this form of {_op(node)} cannot be expressed per element", node)
-        return self._rounded(node, value)
+        return self.rounded(node, value)
 
     def local(self, extent: Expr, value: int) -> sympy.Symbol:
         """A new symbol for places within a part of a concatenation, with its program value."""
         symbol = sympy.Dummy("part", integer=True, nonnegative=True)
-        self.space.extent[symbol], self._locals[symbol] = extent, value
+        self.space.extent[symbol] = extent
+        self.bind(symbol, value)
         return symbol
 
-    def _rounded(self, node: fx.Node, value: int) -> int:
+    def bind(self, symbol: sympy.Symbol, value: int) -> None:
+        """``symbol`` in an index has this program value."""
+        self._locals[symbol] = value
+
+    def rounded(self, node: fx.Node, value: int) -> int:
         """Low-precision results keep their rounding, except on the path of the scores, which is computed in fp32."""
         dtype, b = node.meta["val"].dtype, self.builder
         fmt = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(dtype)

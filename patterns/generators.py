@@ -127,8 +127,14 @@ SHAPED_LIKE = frozenset({"full_like", "zeros_like", "ones_like", "new_full", "ne
 """Generators that take a shape, dtype or device from their first argument and none of its values."""
 
 
+LIKE_ANOTHER = frozenset({"type_as", "expand_as", "view_as", "reshape_as"})
+"""Ops that take a shape or dtype from their second argument and none of its values."""
+
+
 def reads(node: fx.Node) -> list[fx.Node]:
     """The inputs whose values ``node`` depends on."""
+    if name_of(node) in LIKE_ANOTHER and isinstance(node.args[0], fx.Node):
+        return [node.args[0]]
     if name_of(node) not in SHAPED_LIKE:
         return node.all_input_nodes
     given: list[fx.Node] = []

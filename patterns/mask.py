@@ -179,9 +179,10 @@ def mask_facts(
     first = not lower and not own_key and all(at_least(u, 0) for u in upper)  # key 0 is visible to every row
     diagonals = all(at_least(u, 0) for u in upper) and all(at_least(_minus(low), 0) for low in lower)
     own = diagonals and square_at_least(Affine(0)) and all(_holds_on_diagonal(program, n) for n in own_key)
-    surely = peeled.fill <= lowest and _moderate(program.nodes, peeled.core, math.isinf(peeled.fill))
-    visible = (first or own) and surely  # own: row q sees key q
-    return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), complete, visible, _skip_above(peeled))  # type: ignore[arg-type]
+    infinite = math.isinf(peeled.fill)
+    visible = (first or own) and peeled.fill <= lowest and _above(program.nodes, peeled.core, -1e3, infinite)  # own: row q sees key q
+    kept = (first or own) and infinite and _above(program.nodes, peeled.core, -math.inf, True)
+    return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), complete, visible, _skip_above(peeled), kept)  # type: ignore[arg-type]
 
 
 def _minus(a: Affine) -> Affine:
@@ -197,14 +198,14 @@ def _holds_on_diagonal(program: ScoreProgram, predicate: int) -> bool:
     return builder.nodes[at].op == "const" and builder.nodes[at].value is True
 
 
-def _moderate(nodes: tuple[Node, ...], at: int, loads: bool) -> bool:
-    """Are the unmasked scores surely above the fill? Not with another mask in them, or a captured tensor unless ``loads`` may be."""
+def _above(nodes: tuple[Node, ...], at: int, floor: float, loads: bool) -> bool:
+    """Do the unmasked scores surely stay above the ``floor``? Not with another mask in them, or a captured tensor unless ``loads`` may be."""
     node = nodes[at]
     if node.type != "float":
         return True
     if node.op in ("load", "const"):
-        return loads if node.op == "load" else float(node.value or 0) > -1e3  # type: ignore[arg-type]
-    return all(_moderate(nodes, a, loads) for a in (node.args[1:] if node.op == "where" else node.args))
+        return loads if node.op == "load" else float(node.value or 0) > floor  # type: ignore[arg-type]
+    return all(_above(nodes, a, floor, loads) for a in (node.args[1:] if node.op == "where" else node.args))
 
 
 def _skip_above(peeled: Peeled) -> float:

@@ -46,7 +46,7 @@ def accepts(node: fx.Node) -> bool:
     if name == "index_put":
         return _mask_of(node) is not None
     if name in ("pad", "constant_pad_nd"):
-        return _padding(node) is not None
+        return padding(node) is not None
     if name == "fill":
         return not isinstance(node.args[1], fx.Node) or node.args[1].meta["val"].dim() == 0
     return name != "slice_scatter" or argument(node, 5, "step", 1) == 1
@@ -72,7 +72,7 @@ def _part(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
     shape = shape_of(base.meta["val"])
     dim = int(argument(node, 2, "dim", 0)) % len(shape)  # type: ignore[call-overload]
     selects = name_of(node) == "select_scatter"
-    start = _bound(argument(node, 3, "index" if selects else "start"), ZERO, shape[dim])
+    start = bound(argument(node, 3, "index" if selects else "start"), ZERO, shape[dim])
     if start is None:
         return None
     size = sympy.S.One if selects else shape_of(source.meta["val"])[dim]
@@ -136,7 +136,7 @@ def _mask_of(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
 
 
 def _padded(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | None:
-    found = _padding(node)
+    found = padding(node)
     assert found is not None
     source, before, number = found
     b, shape = reader.builder, shape_of(source.meta["val"])
@@ -160,7 +160,7 @@ def _padded(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | Non
     return value
 
 
-def _padding(node: fx.Node) -> tuple[fx.Node, list[Expr], float] | None:
+def padding(node: fx.Node) -> tuple[fx.Node, list[Expr], float] | None:
     """(what is padded, elements before it in each dimension, the number) for padding by a constant that cuts nothing off."""
     constant = name_of(node) == "constant_pad_nd" or argument(node, 2, "mode", "constant") == "constant"
     source, pads = node.args[0], node.args[1]
@@ -174,7 +174,7 @@ def _padding(node: fx.Node) -> tuple[fx.Node, list[Expr], float] | None:
     return source, [ZERO] * (rank - len(before)) + before, float(number)
 
 
-def _bound(value: object, default: Expr, size: Expr) -> Expr | None:
+def bound(value: object, default: Expr, size: Expr) -> Expr | None:
     """Where a slice begins, or a place is, as a non-negative number; None where that is not known."""
     if value is None:
         return default

@@ -5,6 +5,7 @@ Contiguous copies count as views (same values); ``detach`` does not (it cuts the
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -216,6 +217,37 @@ def _getitem(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | Non
     d = _dim(argument(many, 2, "dim", 0), rank)
     offset = sum((as_expr(part.shape[d]) for part in many.meta["val"][:which]), ZERO)
     return source, (*index[:d], offset + index[d], *index[d + 1 :])
+
+
+@_rule("as_strided")
+def _as_strided(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:
+    """Of a source without holes in memory: the place in memory is a number whose digits are the source's index, fastest dimension last."""
+    source = _input(node)
+    value, offset = source.meta["val"], argument(node, 3, "storage_offset")
+    numbers = [*node.args[1], *node.args[2], *value.shape, *value.stride(), value.storage_offset() if offset is None else offset]  # type: ignore[misc]
+    if not all(isinstance(n, int) for n in (*numbers, value.storage_offset())):
+        return None
+    begin = 0 if offset is None else offset - value.storage_offset()
+    order = sorted((d for d in range(value.dim()) if value.shape[d] != 1), key=value.stride)
+    moves = [(i, size, stride) for i, size, stride in zip(index, *node.args[1:3]) if size != 1]  # type: ignore[misc]
+    dense = all(value.stride(d) == math.prod(value.shape[x] for x in order[:at]) for at, d in enumerate(order))
+    if not dense or begin < 0 or begin + sum((size - 1) * stride for _, size, stride in moves) >= value.numel():
+        return None
+    inner, unit = [ZERO] * value.dim(), 1
+    while order:  # a dimension that both have needs no division
+        size = value.shape[order[0]]
+        here = [m for m in moves if m[2] % (unit * size)]
+        if begin % (unit * size) or len(here) > 1 or (here and (here[0][2] != unit or here[0][1] > size)):
+            break
+        inner[order.pop(0)] = here[0][0] if here else ZERO
+        moves, unit = [m for m in moves if m not in here], unit * size
+    rest = [value.shape[d] for d in reversed(order)]
+    if any(stride % unit for *_, stride in moves) or begin % unit:
+        return None
+    flat = sympy.expand(sum((i * (stride // unit) for i, _, stride in moves), as_expr(begin // unit)))
+    for d, place in zip(reversed(order), view_index(space, [as_expr(n) for n in rest], [as_expr(math.prod(rest))], [flat]), strict=True):
+        inner[d] = place
+    return source, tuple(inner)
 
 
 @_rule("repeat", "tile")

@@ -81,6 +81,7 @@ VIEWS: dict[str, Scores] = {
     "getitem": lambda s, c, m: s + c.split(1)[2],
     "repeat": lambda s, c, m: s + c[:1].repeat(L, 1),
     "tile": lambda s, c, m: s + c[:1].tile(L, 1),
+    "as_strided": lambda s, c, m: s + c.as_strided((6, 6), (1, 6)),
     "repeat_interleave": lambda s, c, m: s + c[:3].repeat_interleave(2, 0),
 }
 JOINS: dict[str, Scores] = {
@@ -224,6 +225,7 @@ select              s + c0[3, k]
 getitem             s + c0[0, k]
 repeat              s + c0[0, k]
 tile                s + c0[0, k]
+as_strided          s + c0[k, q]
 repeat_interleave   s + c0[q//2, k]""",
         )
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_columns  # noqa: F401 (adds its forms to FORMS)
+import test_band  # noqa: F401 (adds its forms to FORMS)
+import test_columns  # noqa: F401
 import test_deferred  # noqa: F401
 import test_forms
 import test_joined  # noqa: F401

@@ -788,6 +788,8 @@ def _holds(program: ScoreProgram, facts: ProgramFacts, lq: int, lk: int, seed: i
     else:
         assert (low[hidden] <= mask.fill).all() and (mask.fill <= -1e30), f"{program}"
     assert (torch.exp(low[hidden] - max(mask.skip_above, -3e38)) == 0).all(), f"skipping a hidden tile changes a row\n{program}"
+    if mask.every_row_keeps_a_key:
+        assert (low > -torch.inf).any(-1).all(), f"a row is hidden as a whole at {lq} x {lk}\n{program}"
     if mask.every_row_visible:
         assert sees.any(-1).all(), f"a row sees no key at {lq} x {lk}\n{program}"
     if mask.only_these_terms and facts.scale is not None and facts.bias is None:

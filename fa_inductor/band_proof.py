@@ -1,0 +1,276 @@
+"""The proof that a softmax runs over diagonals (see ``band``): every place (q, t) is listed and followed down to its key."""
+
+from __future__ import annotations
+
+import math
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.utils._sympy.functions import FloorDiv
+
+from . import digits as D
+from .band import ROW, Band, Scores, T, Template, Values
+from .constants import Constants
+from .find import Candidate, score_contractions
+from .finite import like_scores
+from .graph import GraphContext
+from .index import ZERO, Expr
+from .lift import refuse
+from .patterns import joins, overwrites, pointwise, views
+from .patterns.contraction import describe, is_contraction
+from .patterns.views import name_of
+from .provenance import Fragment, Index, Place, Tracer, Untold, Views, broadcast, grid, is_static, only_moving, places_of
+from .region import DIM, OTHER_AXIS, K
+
+MOST_PLACES = 1 << 23
+"""More places than this are not listed."""
+_MOVES = frozenset({*views.RULES, *joins.NAMES, *overwrites.NAMES})
+
+
+def prove(context: GraphContext, candidate: Candidate) -> Band | None:
+    finder, anchor = _Finder(context, candidate), candidate.anchor
+    values = finder.values(candidate.contractions[0])
+    if values is None or ROW not in values.offset.free_symbols:
+        return None
+    scores, found = finder.scores(values), score_contractions(anchor.input)[0]
+    first = next((s for s in scores if s.product in found and s.lhs.node is not None and s.rhs.node is not None), None)
+    if first is None:
+        return None
+    finder.check_hidden(values)
+    return Band(anchor, values, first, tuple(s for s in scores if s is not first), frozenset(finder.touched))
+
+
+class _Finder:
+    """Proves what ``Values`` and ``Scores`` say."""
+
+    def __init__(self, context: GraphContext, candidate: Candidate) -> None:
+        self.context, self.anchor = context, candidate.anchor
+        self.constants, self.views = Constants(context), Views()
+        self.touched: set[fx.Node] = set()
+
+    def values(self, second: fx.Node) -> Values | None:
+        """From the product, or what it is reshaped to, for the first dimension that may be the softmax's rows."""
+        lengths = {int(n) for d, n in enumerate(self.anchor.input.meta["val"].shape) if d != self.anchor.dim}
+        result = second
+        for _ in range(4 if is_static(second) else 0):
+            shape = result.meta["val"].shape
+            for row in sorted((d for d, n in enumerate(shape) if n in lengths), key=lambda d: -int(shape[d])):
+                try:
+                    return self._values(second, result, row)
+                except Untold:
+                    continue
+            after = list(result.users)
+            if len(after) != 1 or not views.is_view(after[0]) or not is_static(after[0]):
+                return None
+            result = after[0]
+        return None
+
+    def _values(self, second: fx.Node, result: fx.Node, row: int) -> Values:
+        shape, places = result.meta["val"].shape, int(self.anchor.input.meta["val"].shape[self.anchor.dim])
+        summed = describe(second, _symbols(second), DIM)
+        if summed is None or summed.addend is not None or not summed.size.is_Integer or int(shape[row]) * max(int(summed.size), places) > MOST_PLACES:
+            raise Untold
+        rows, sums = grid(int(shape[row]), int(summed.size))
+        symbols, index, tracer = self._tracer(shape, {row: rows})
+        ids = torch.arange(rows.numel())
+        (top,) = tracer.trace(result, index, ids) if result is not second else [Fragment(ids, second, index)]
+        if top.node is not second:
+            raise Untold
+        at = {**dict(zip(_symbols(second), top.index, strict=True)), DIM: Place(ZERO, sums)}
+        sides = [tracer.trace(n, tuple(tracer.at(i, at) for i in x), ids) for n, x in ((summed.lhs, summed.lhs_index), (summed.rhs, summed.rhs_index))]
+        after = [any(f.node is not None and self._made_of_softmax(f.node) for f in side) for side in sides]
+        if after.count(True) != 1:
+            raise Untold
+        probabilities, values = _single(sides[after.index(True)]), _single(sides[after.index(False)])
+        if any(f.node is None and not math.isfinite(f.value) for side in sides for f in side):
+            raise Untold
+        return self._paired(second, result, row, symbols, rows, probabilities, values, places, tracer)
+
+    def _paired(
+        self, second: fx.Node, result: fx.Node, row: int, symbols: tuple[sympy.Symbol, ...], rows: Tensor, p: Fragment, v: Fragment, places: int, tracer: Tracer
+    ) -> Values:
+        """Which key each place of the probabilities is multiplied with."""
+        assert p.node is not None and v.node is not None
+        key_dim, moving = only_moving(v.index), [d for d, place in enumerate(p.index) if place.at is not None]
+        own = [d for d in moving if torch.equal(p.index[d].listed(p.ids), rows[p.ids])]
+        if key_dim is None or len(moving) != 2 or not own:
+            raise Untold
+        t_dim = next(d for d in moving if d != own[0])
+        n_rows, n_keys = int(result.meta["val"].shape[row]), int(v.node.meta["val"].shape[key_dim])
+        if int(p.node.meta["val"].shape[t_dim]) != places or int(p.node.meta["val"].shape[own[0]]) != n_rows:
+            raise Untold
+        place = p.index[own[0]].listed(p.ids) * places + p.index[t_dim].listed(p.ids)
+        if torch.bincount(place, minlength=n_rows * places).max() > 1:
+            raise Untold  # a probability that counts twice
+        slots = torch.full((len(rows),), -1)
+        slots[v.ids] = v.index[key_dim].listed(v.ids)
+        keys = torch.full((n_rows * places,), -1)
+        keys[place] = slots[p.ids]
+        keys = keys.view(n_rows, places)
+        self.touched |= tracer.touched
+        probabilities, read = _template(p, {own[0]: ROW, t_dim: T}), _template(v, {key_dim: K})
+        return Values(second, result, row, symbols, probabilities, read, keys, n_keys, _offset(keys, n_keys))
+
+    def _made_of_softmax(self, node: fx.Node) -> bool:
+        seen, queue = {node}, [node]
+        while queue:
+            node = queue.pop()
+            if node is self.anchor.output:
+                return True
+            found = [n for n in node.all_input_nodes if n not in seen and not is_contraction(n)]
+            seen.update(found)
+            queue += found
+        return False
+
+    def scores(self, values: Values) -> list[Scores]:
+        """The tensors by diagonals that the softmax's input is made of through elementwise ops."""
+        found, seen, queue = list[Scores](), {self.anchor.input}, [self.anchor.input]
+        while queue:
+            node = queue.pop()
+            here = self._scores(node, values) if name_of(node) in _MOVES else []
+            found += here
+            if not here and name_of(node) in (*_MOVES, *pointwise.RULES):
+                inputs = [n for n in node.all_input_nodes if n not in seen and isinstance(n.meta.get("val"), Tensor)]
+                seen.update(inputs)
+                queue += inputs
+        return found
+
+    def _scores(self, node: fx.Node, values: Values) -> list[Scores]:
+        rank, t = node.meta["val"].dim(), self.anchor.dim - self.anchor.input.meta["val"].dim()
+        for row in range(-rank, 0):
+            if row == t or rank < -t or tuple(node.meta["val"].shape[d] for d in (row, t)) != tuple(values.keys.shape):
+                continue
+            try:
+                return [self._paired_scores(node, row, t, values)]
+            except Untold:
+                continue
+        return []
+
+    def _paired_scores(self, node: fx.Node, row: int, t: int, values: Values) -> Scores:
+        shape = node.meta["val"].shape
+        ids = (values.keys.flatten() >= 0).nonzero().flatten()  # what the other places hold is for ``check_hidden`` to say
+        rows, places = (x[ids] for x in grid(*values.keys.shape))
+        symbols, index, tracer = self._tracer(shape, {len(shape) + row: rows, len(shape) + t: places})
+        fragments = tracer.trace(node, index, ids)
+        product = fragments[0].node
+        summed = describe(product, _symbols(product), DIM) if product is not None and is_contraction(product) else None
+        if product is None or summed is None or summed.addend is not None or any(f.node is not product for f in fragments):
+            raise Untold
+        tracer.space.extent[DIM] = summed.size
+        sides: list[list[Fragment]] = [[], []]
+        for f in fragments:
+            at = dict(zip(_symbols(product), f.index, strict=True))
+            for side, (n, x) in zip(sides, ((summed.lhs, summed.lhs_index), (summed.rhs, summed.rhs_index)), strict=True):
+                side += tracer.trace(n, tuple(tracer.at(i, at) for i in x), f.ids)
+        self.touched |= tracer.touched | {product}
+        lhs, rhs = (self._operand(side, values) for side in sides)
+        return Scores(node, product, row, t, symbols, lhs, rhs, summed.size)
+
+    def _operand(self, fragments: list[Fragment], values: Values) -> Template:
+        """Is it read at the row or at the key of each place, or one number?"""
+        numbers = {f.value for f in fragments if f.node is None}
+        if len(numbers) == 1 and all(f.node is None for f in fragments):
+            return Template(None, value=numbers.pop())
+        whole = _single(fragments)
+        dim = only_moving(whole.index)
+        if dim is None or whole.node is None or len(whole.ids) != int((values.keys >= 0).sum()):
+            raise Untold
+        size, at = int(whole.node.meta["val"].shape[dim]), whole.index[dim].listed(whole.ids)
+        if size == values.n_keys and torch.equal(at, values.keys.flatten()[whole.ids]):
+            return _template(whole, {dim: K})
+        if size == values.keys.shape[0] and torch.equal(at, whole.ids // values.keys.shape[1]):
+            return _template(whole, {dim: ROW})
+        raise Untold
+
+    def _tracer(self, shape: torch.Size, listed: dict[int, Tensor]) -> tuple[tuple[sympy.Symbol, ...], Index, Tracer]:
+        """Symbols for the dimensions of a tensor, its index with those that are listed as numbers, and what follows it down."""
+        symbols = tuple(D.symbol(f"y{d}") for d in range(len(shape)))
+        rest = {d: s for d, s in enumerate(symbols) if d not in listed and shape[d] != 1}
+        index = tuple(Place(ZERO, listed[d]) if d in listed else Place(rest.get(d, ZERO)) for d in range(len(shape)))
+        return symbols, index, Tracer(self.context, self.constants, self.views, {s: sympy.Integer(int(shape[d])) for d, s in rest.items()})
+
+    def check_hidden(self, values: Values) -> None:
+        """Is the softmax's input -inf at every place without a key?"""
+        shape, dim = self.anchor.input.meta["val"].shape, self.anchor.dim
+        ids = (values.keys.flatten() < 0).nonzero().flatten()
+        rows, places = (x[ids] for x in grid(*values.keys.shape))
+        for row in (d for d in range(len(shape)) if d != dim and shape[d] == values.keys.shape[0]):
+            _, index, tracer = self._tracer(shape, {row: rows, dim: places})
+            try:
+                if bool((self._certain(tracer, self.anchor.input, index, ids) == -math.inf).all()):
+                    self.touched |= tracer.touched
+                    return
+            except Untold:
+                continue
+        raise refuse(OTHER_AXIS, "scores are stored by diagonals, and it is not certain that those outside of the keys are -inf", self.anchor.output)
+
+    def _certain(self, tracer: Tracer, node: fx.Node, index: Index, ids: Tensor) -> Tensor:
+        """The number that ``node`` holds at each place whatever the inputs are; NaN where it is not known, 0 where it is finite."""
+        result, order = torch.full(ids.shape, math.nan, dtype=torch.float64), places_of(ids)
+        for f in tracer.trace(node, index, ids):
+            result[order[f.ids]] = self._of_fragment(tracer, f)
+        return result
+
+    def _of_fragment(self, tracer: Tracer, f: Fragment) -> Tensor:
+        unknown = torch.full(f.ids.shape, math.nan, dtype=torch.float64)
+        if f.node is None:
+            return torch.full(f.ids.shape, f.value, dtype=torch.float64)
+        if like_scores(f.node):
+            return torch.zeros(f.ids.shape, dtype=torch.float64)
+        name, args = name_of(f.node), f.node.args
+        if name in ("to", "_to_copy", "type_as", "clone", "contiguous") and isinstance(args[0], fx.Node):
+            return self._certain(tracer, args[0], f.index, f.ids)
+        if name in ("add", "sub", "mul", "div") and not f.node.kwargs:
+            x, y = (
+                self._certain(tracer, a, broadcast(f.index, a), f.ids) if isinstance(a, fx.Node) else torch.full_like(unknown, float(a))  # type: ignore[arg-type]
+                for a in args[:2]
+            )
+            if name in ("add", "sub"):
+                return x + y if name == "add" else x - y
+            return torch.where((x.isinf() & (y > 0)) if not isinstance(args[1], fx.Node) else torch.zeros_like(x, dtype=torch.bool), x, unknown)
+        return unknown
+
+
+def _symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
+    return tuple(D.symbol(f"z{d}") for d in range(node.meta["val"].dim()))
+
+
+def _single(fragments: list[Fragment]) -> Fragment:
+    """All fragments that are no numbers as one: of one tensor, with listed places along the same dimensions."""
+    found = [f for f in fragments if f.node is not None and f.ids.numel()]
+    if not found or len({f.node for f in found}) != 1:
+        raise Untold
+    ids, order = torch.cat([f.ids for f in found]).sort()
+    index = []
+    for places in zip(*(f.index for f in found), strict=True):
+        if len({sympy.expand(p.fixed) for p in places}) == 1 and all(p.at is None for p in places):
+            index.append(places[0])
+        else:
+            index.append(Place(ZERO, torch.cat([p.listed(f.ids) for p, f in zip(places, found, strict=True)])[order]))
+    return Fragment(ids, found[0].node, tuple(index))
+
+
+def _template(fragment: Fragment, names: dict[int, sympy.Symbol]) -> Template:
+    assert fragment.node is not None
+    return Template(fragment.node, tuple(names.get(d, place.fixed) for d, place in enumerate(fragment.index)))
+
+
+def _offset(keys: Tensor, n_keys: int) -> Expr:
+    """``t - k`` as a formula of the row that tells exactly which places have which key; raises Untold where there is none."""
+    places = torch.arange(keys.shape[1])
+    with_key = keys >= 0
+    shifts = torch.where(with_key, places - keys, torch.iinfo(torch.int64).min).max(dim=1).values
+    if not bool(with_key.any(dim=1).all()):
+        raise Untold
+    start, step = int(shifts[0]), next((i for i, x in enumerate(shifts.tolist()) if x != int(shifts[0])), 0)
+    formula: Expr = sympy.Integer(start)
+    if step:
+        formula = formula + ((int(shifts[step]) - start) * (ROW if step == 1 else FloorDiv(ROW, sympy.Integer(step))))
+    rows = torch.arange(keys.shape[0])
+    told = start + (int(shifts[step]) - start) * (rows // step) if step else torch.full_like(rows, start)
+    expected = places - told[:, None]
+    expected = torch.where((expected >= 0) & (expected < n_keys), expected, -1)
+    if not torch.equal(expected, keys):
+        raise Untold
+    return sympy.expand(formula)

@@ -38,9 +38,9 @@ import fa_inductor
 
 
 def trials_of(name: str, variants: Sequence[str], codegen: bool, trains: bool) -> list[Trial]:
-    """The trials of a model, in order."""
+    """The trials of a model, in order; dynamic=True leaves sizes marked in the process, so it comes last."""
     modes = {"infer": [False], "train": [True], "dynamic": [False, True], "autocast": [trains], "lora": [True]}
-    return [Trial(name, v, train, codegen) for v in variants for train in modes[v] if trains or not train]
+    return [Trial(name, v, train, codegen) for v in sorted(variants, key=lambda v: v == "dynamic") for train in modes[v] if trains or not train]
 
 
 def header(args: argparse.Namespace, zoo: Zoo) -> dict[str, Any]:

@@ -78,6 +78,11 @@ def _gemma(t: Any) -> Any:
     return t.Gemma2Config(sliding_window=1024, use_cache=False, **sizes, **heads)
 
 
+def _longformer(t: Any) -> Any:
+    """Sliding windows of 512 in overlapping chunks."""
+    return t.LongformerConfig(vocab_size=32000, num_hidden_layers=4, attention_window=512, max_position_embeddings=4098, pad_token_id=1)
+
+
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16, "intermediate_size": 4096}
 _T5 = {"d_model": 768, "d_kv": 64, "num_layers": 4, "num_heads": 12, "d_ff": 3072}
@@ -98,6 +103,7 @@ CASES = (
     Case("vit-large_384", lambda t: t.ViTConfig(**_LARGE, image_size=384), lambda: _images(32, 384)),
     Case("bloom-560m_2k", lambda t: t.BloomConfig(vocab_size=32000, hidden_size=1024, n_layer=6, n_head=16, use_cache=False), lambda: _tokens(4, 2048), True),
     Case("deberta-v2_1k", _deberta, lambda: _tokens(8, 1024)),
+    Case("longformer-base_4k", _longformer, lambda: _padded(4, 4096)),
 )
 
 

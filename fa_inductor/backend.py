@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import breaks, library_calls, log, report, sums
 from .analyse import NO_SCORES
 from .counters import record_graph
 from .dump import Dump
+from .emptiness import empty_tiles
 from .find import Candidate, find
 from .finite import check_cleaned, rule_for_rows
 from .graph import GraphContext
@@ -376,6 +378,7 @@ def _site_report(index: int, verdict: _Verdict) -> SiteReport:
         reason=plan.reason if plan else "",
         labels=_labels(site) if site else (),
         program=_computes(site) if site else "",
+        tiles=_tiles(site) if site and plan is not None else "",
         shapes=verdict.shapes,
         passed_over=tuple(KernelRefusals(k, r) for k, r in verdict.passed_over),
     )
@@ -386,6 +389,13 @@ def _labels(site: AttentionSite) -> tuple[str, ...]:
     words = dict.fromkeys(word for part in parts for word in recognise_site(part).labels if word != "plain" or len(parts) == 1)
     more = {"joined": site.joined, "sink": site.columns, "several products": site.beside, "probabilities kept": site.escapes}
     return (*words, *(word for word, holds in more.items() if holds))
+
+
+def _tiles(site: AttentionSite) -> str:
+    if site.joined:
+        return ""
+    with _disable_current_modes():
+        return empty_tiles(site.program, recognise_site(site).mask, site.axes.q, site.axes.k, site.size_symbols)
 
 
 def _computes(site: AttentionSite) -> str:

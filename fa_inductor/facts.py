@@ -48,6 +48,7 @@ class MaskFacts:
 
     ``hidden="replace"``: a hidden element of the program's result is exactly ``fill``.
     ``hidden="add"``: it is ``x + fill`` with x depending on the score (only reported for ``fill`` <= -1e30 or -inf).
+    ``hidden="mixed"``: the one or the other, by what hides it; a score that is replaced has no gradient, one that is added to has.
 
     A tile of hidden elements cannot change a row whose running maximum is at least ``skip_above`` (its exponentials are
     exactly 0 in fp32): skipping is then exact. ``every_row_visible`` says that each row provably has a visible key, so the
@@ -56,14 +57,16 @@ class MaskFacts:
     """
 
     fill: float
-    hidden: Literal["replace", "add"]
+    hidden: Literal["replace", "add", "mixed"]
     terms: tuple[MaskTerm, ...]
     only_these_terms: bool
     """The predicate is exactly the conjunction of ``terms``: where they all hold, the mask is off."""
     every_row_visible: bool
     skip_above: float
     every_row_keeps_a_key: bool = False
-    """No row is hidden as a whole by this fill, -inf; another, finite, may hide all keys of a row (then ``every_row_visible`` is not known)."""
+    """No row is hidden as a whole by this mask, of -inf, nor by another of -inf; finite fills may hide all keys of a row (``every_row_visible``)."""
+    places: tuple[int, ...] = ()
+    """The other conjuncts that tell a tile by its place, or by tensors that are read there (``program/tile_map.py``)."""
 
     def term(self, kind: TermKind) -> MaskTerm | None:
         """The first term of that kind."""

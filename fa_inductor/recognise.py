@@ -10,6 +10,7 @@ import torch
 from .facts import Affine, MaskFacts, ProgramFacts
 from .index import Expr
 from .patterns.mask import HUGE, UNDERFLOW, mask_facts, peel
+from .patterns.mask_kinds import kind_of
 from .patterns.score import Core, core_of, looks_like_alibi
 from .program import ScoreProgram, dependencies
 from .site import AttentionSite
@@ -58,8 +59,7 @@ def _labels(program: ScoreProgram, mask: MaskFacts | None, core: Core, no_furthe
         ahead = {t for t in mask.terms if t.kind == "upper" and t.bound and not (t.bound.constant <= 0 and not t.bound.terms) and not no_further(t.bound)}
         found = {"window" if t in ahead else _WORD[t.kind] for t in mask.terms}
         words += [w for w in ("causal", "window", "key padding") if w in found]
-        if not mask.only_these_terms:
-            words.append("mask")
+        words += dict.fromkeys(kind_of(program, node) for node in mask.places)
     if core.softcap is not None:
         words.append(f"soft-cap {core.softcap:g}")
     for bias in core.bias:

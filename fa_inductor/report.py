@@ -42,6 +42,7 @@ class SiteReport:
         refusal: otherwise, why not.
         labels: what was recognised ("causal", "key padding" …).
         program: the score program in readable maths (see ``program_maths``).
+        tiles: how many tiles of scores the mask leaves empty, in words.
         shapes: q, k, v in words.
         passed_over: the kernels that were asked before, and why each does not serve.
     """
@@ -58,6 +59,7 @@ class SiteReport:
     reason: str = ""
     labels: tuple[str, ...] = ()
     program: str = ""
+    tiles: str = ""
     shapes: str = ""
     passed_over: tuple[KernelRefusals, ...] = ()
 
@@ -76,7 +78,7 @@ class SiteReport:
         lines = [f"[{_ranges([site.index for site in alike])}] {self.verdict}"]
         modules = textwrap.fill(", ".join(dict.fromkeys(site.module_path for site in alike if site.module_path)), 110)
         rows = [("at", f"{self.location}  {self.source_line}".strip()), ("in", modules), ("shapes", self.shapes)]
-        rows += [("labels", ", ".join(self.labels)), ("computes", self.program)]
+        rows += [("labels", ", ".join(self.labels)), ("computes", self.program), ("tiles", self.tiles)]
         if self.refusal is not None:
             rows += [("why", self.refusal.text), *_elsewhere(self.refusal, self.location), ("advice", self.refusal.advice)]
         rows += [("config", self.config), ("because", self.reason)]

@@ -215,6 +215,7 @@ def _facts_to_json(facts: ProgramFacts) -> dict[str, object]:
             "every_row_visible": mask.every_row_visible,
             "skip_above": repr(mask.skip_above),
             "every_row_keeps_a_key": mask.every_row_keeps_a_key,
+            "places": list(mask.places),
             "terms": [[t.kind, t.node, t.bound and [t.bound.constant, [list(x) for x in t.bound.terms]]] for t in mask.terms],
         },
     }
@@ -224,6 +225,6 @@ def _facts_from_json(data: dict[str, Any]) -> ProgramFacts:
     mask = data["mask"]
     if mask is not None:
         terms = tuple(MaskTerm(kind, node, bound and Affine(bound[0], tuple((p, c) for p, c in bound[1]))) for kind, node, bound in mask["terms"])
-        known = (mask["only_these_terms"], mask["every_row_visible"], float(mask["skip_above"]), mask["every_row_keeps_a_key"])
+        known = (mask["only_these_terms"], mask["every_row_visible"], float(mask["skip_above"]), mask["every_row_keeps_a_key"], tuple(mask["places"]))
         mask = MaskFacts(float(mask["fill"]), mask["hidden"], terms, *known)
     return ProgramFacts(mask, data["scale"], data["bias"], data["softcap"], data["plain"], tuple(data["labels"]))

@@ -37,7 +37,7 @@ def peel(program: ScoreProgram) -> Peeled:
     that are hidden in different degrees: the inner mask then stays in the core.
     """
     nodes, depends = program.nodes, dependencies(program.nodes)
-    at, hidden = program.result, "replace"
+    at, hidden = program.result, ""
     fills: list[float] = []
     predicates: list[int] = []
     while True:
@@ -46,14 +46,12 @@ def peel(program: ScoreProgram) -> Peeled:
         if found is None:
             break
         inner, predicate, fill, kind = found
-        if fills and (fill != fills[0] or (hidden == "add" and math.isfinite(fill))):
+        if fills and (fill != fills[0] or (hidden != "replace" and math.isfinite(fill))):
             break
-        at = inner
-        if kind == "add":
-            hidden = "add"
+        at, hidden = inner, kind if hidden in ("", kind) else "mixed"
         fills.append(fill)
         predicates += _conjuncts(nodes, predicate)
-    return Peeled(at, tuple(dict.fromkeys(predicates)), fills[0] if fills else None, hidden)
+    return Peeled(at, tuple(dict.fromkeys(predicates)), fills[0] if fills else None, hidden or "replace")
 
 
 Found = tuple[int, int, float, str]
@@ -164,7 +162,7 @@ def mask_facts(
     if peeled.fill is None:
         return None
     depends = dependencies(program.nodes)
-    terms, complete = [], True
+    terms, places = list[MaskTerm](), list[int]()
     for node in peeled.terms:
         found = diagonal(program.nodes, node)
         if found is not None:
@@ -172,7 +170,7 @@ def mask_facts(
         elif not depends[node] & {"q", "score"}:
             terms.append(MaskTerm("key", node))
         else:
-            complete = False
+            places.append(node)
     upper = [t.bound for t in terms if t.kind == "upper" and t.bound]
     lower = [t.bound for t in terms if t.kind == "lower" and t.bound]
     own_key = [n for n in peeled.terms if not any(t.node == n and t.kind != "key" for t in terms)]
@@ -182,7 +180,7 @@ def mask_facts(
     infinite = math.isinf(peeled.fill)
     visible = (first or own) and peeled.fill <= lowest and _above(program.nodes, peeled.core, -1e3, infinite)  # own: row q sees key q
     kept = (first or own) and infinite and _above(program.nodes, peeled.core, -math.inf, True)
-    return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), complete, visible, _skip_above(peeled), kept)  # type: ignore[arg-type]
+    return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), not places, visible, _skip_above(peeled), kept, tuple(places))  # type: ignore[arg-type]
 
 
 def _minus(a: Affine) -> Affine:

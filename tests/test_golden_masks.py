@@ -174,7 +174,7 @@ program(; sizes=0)
             [*qkv(), torch.ones(B, L, dtype=torch.long)],
             """\
 b 2, heads 2 of 2, q 6, k 6, d 4, dv 4
-mask
+documents
 rest; rows see a key; replace -inf; skip above -inf
 program(int64[2]; sizes=0)
   %0 = index b

@@ -379,7 +379,7 @@ def padding_by_lengths(s, n):
 @spelling(
     """
     where(c0[b, q] and c0[b, k], s, min(float32))
-    key padding, mask
+    key padding, query padding
     key; rest; replace -3.40282e+38; skip above -1e+29
     """,
     lambda: [padding()],
@@ -468,7 +468,7 @@ def documents(s, d):
 @spelling(
     """
     where(c0[b, q] == c0[b, k] and q >= k, s, min(float32))
-    causal, mask
+    causal, documents
     k-q <= 0; rest; rows see a key; replace -3.40282e+38; skip above -1e+29
     """,
     lambda: [torch.tensor([[0, 0, 1, 0, 0, 1], [0, 1, 0, 1, 0, 0]])],
@@ -618,6 +618,13 @@ def test_causal_with_symbolic_lengths_shows_key_zero_to_every_row() -> None:
 
 # -- masks that hide in different degrees ---------------------------------------------------------------------------------
 CAUSAL = torch.ones(L, L, dtype=torch.bool).tril()
+
+
+def positions() -> Tensor:
+    i = torch.arange(L)
+    return i[None] <= i[:, None]
+
+
 DEGREES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "lowest added twice": lambda s, m: s + torch.where(CAUSAL, 0.0, LOW) + torch.where(m, 0.0, LOW),
     "lowest over infinite": lambda s, m: s.masked_fill(~CAUSAL, -math.inf).masked_fill(~m, LOW),
@@ -626,6 +633,7 @@ DEGREES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "small over large": lambda s, m: s.masked_fill(~CAUSAL, -1e9).masked_fill(~m, -1e4),
     "large over small": lambda s, m: s.masked_fill(~CAUSAL, -1e4).masked_fill(~m, -1e9),
     "added over replaced": lambda s, m: s.masked_fill(~CAUSAL, LOW) + torch.where(m, 0.0, LOW),
+    "replaced over added by position": lambda s, m: (s + torch.where(positions(), 0.0, LOW)).masked_fill(~m, LOW),
     "replaced over added": lambda s, m: (s + torch.where(CAUSAL, 0.0, LOW)).masked_fill(~m, LOW),
     "causal over a bias that hides": lambda s, m: (s + torch.where(m, 0.0, LOW)).masked_fill(~CAUSAL, LOW),
 }
@@ -789,7 +797,8 @@ def _holds(program: ScoreProgram, facts: ProgramFacts, lq: int, lk: int, seed: i
         assert (low[hidden] <= mask.fill).all() and (mask.fill <= -1e30), f"{program}"
     assert (torch.exp(low[hidden] - max(mask.skip_above, -3e38)) == 0).all(), f"skipping a hidden tile changes a row\n{program}"
     if mask.every_row_keeps_a_key:
-        assert (low > -torch.inf).any(-1).all(), f"a row is hidden as a whole at {lq} x {lk}\n{program}"
+        rest = run(ScoreProgram(program.nodes, mask.places, program.captures, program.n_sizes), 0.0) if mask.places else []
+        assert torch.stack([named, *rest]).all(0).any(-1).all(), f"a row is hidden as a whole at {lq} x {lk}\n{program}"
     if mask.every_row_visible:
         assert sees.any(-1).all(), f"a row sees no key at {lq} x {lk}\n{program}"
     if mask.only_these_terms and facts.scale is not None and facts.bias is None:

@@ -25,10 +25,11 @@ from torch import Tensor
 from fa_inductor.kernel_support import empty_output
 from fa_inductor.program import Coordinates, ProgramBuilder, ScoreProgram, evaluate
 from fa_inductor.program.scatter import GradientProgram, gradient_program, scatter_loads
+from fa_inductor.program.tile_map import Truth
 from fa_inductor.request import Plan
 
 from .dropout import Dropout
-from .schedule import Range, Shape, Tiles, Visibility, choose_tiles, ranges
+from .schedule import FINE, Range, Shape, Tiles, Visibility, choose_tiles, ranges, runs
 from .steps import Steps
 
 LOG2E = math.log2(math.e)
@@ -63,14 +64,13 @@ class Compiled:
 
 
 def compile_plan(plan: Plan) -> Compiled:
-    """Take the mask off the program where the facts describe all of it."""
-    mask = plan.facts.mask
-    masked = mask is not None and mask.only_these_terms and all(t.kind == "key" or t.bound is not None for t in mask.terms)
-    core = plan.program
+    """Take the mask off the program, if it hides all scores in one way."""
+    mask, core = plan.facts.mask, plan.program
+    masked = mask is not None and mask.hidden != "mixed"
     if mask is not None and masked:
         builder = ProgramBuilder.like(core)
         visible = builder.const(True)
-        placed = builder.inline(core, {t.node: visible for t in mask.terms})
+        placed = builder.inline(core, dict.fromkeys((*(t.node for t in mask.terms), *mask.places), visible))
         core = builder.finish(placed[core.result])
     return Compiled(plan, masked, core, Steps(core))
 
@@ -114,6 +114,13 @@ class Chunk:
         return (self.b[1] - self.b[0]) * (self.kv[1] - self.kv[0])
 
 
+def _part(tile_map: Tensor, chunk: Chunk, row: int) -> Tensor:
+    """A row of tiles of a (B or 1, H or 1, q tiles, k tiles) map, (batches and heads of the chunk, k tiles)."""
+    place = (chunk.b, chunk.heads)
+    box = tuple(slice(*part) if n > 1 else slice(None) for part, n in zip(place, tile_map.shape[:2], strict=True))
+    return tile_map[box][:, :, row].flatten(0, 1)
+
+
 class Attention:
     """One call: what forward and backward share."""
 
@@ -128,6 +135,7 @@ class Attention:
         self.mask = self.plan.facts.mask
         self.visibility = Visibility(self.mask, self.plan.program, self.shape, captures, sizes, self.device)
         self.key_blocks = self.visibility.key_blocks(self.tiles.k)
+        self.map = self.visibility.tile_map(self.tiles)
         self.dropout = None
         if dropout_p > 0:
             assert seed is not None, "dropout needs a seed"
@@ -155,22 +163,33 @@ class Attention:
         return chunk.b[1] - chunk.b[0], chunk.heads[1] - chunk.heads[0], rows[1] - rows[0], columns
 
     def key_ranges(self, chunk: Chunk, rows: Range, everything: bool) -> list[tuple[Range, bool]]:
-        """Blocks of keys to visit for a tile, each with whether the key predicate touches it; ``everything``: skip none."""
+        """Blocks of keys to visit for a tile, each with whether more than the bounds hides some of it; ``everything``: skip none."""
         start, stop = (0, self.shape.lk) if everything else self.visibility.key_range(rows)
+        may, must = self._seen(self.map, chunk, rows) if self.map is not None else (None, None)
         found = []
-        for keys in ranges(stop, self.tiles.k, start):
-            if self.key_blocks is None:
-                found.append((keys, False))
-                continue
-            some, every = self.key_blocks
-            aligned = range(keys[0] // self.tiles.k, (keys[1] - 1) // self.tiles.k + 1)
-            inside = [(b, a) for b in range(*chunk.b) for a in aligned]
-            if everything or any(some[b][a] for b, a in inside):
-                found.append((keys, not all(every[b][a] for b, a in inside)))
+        for keys in ranges(stop, self.tiles.k, start) if may is None or everything else runs(may, FINE, (start, stop), self.tiles.k):
+            some, every = self._by_key(chunk, keys)
+            if everything or some:
+                full = must is None or all(must[keys[0] // FINE : (keys[1] - 1) // FINE + 1])
+                found.append((keys, not (every and full)))
         return found
 
+    def _by_key(self, chunk: Chunk, keys: Range) -> tuple[bool, bool]:
+        """Does some head of the chunk see some key of a block, and do all see all, by the key predicate?"""
+        if self.key_blocks is None:
+            return True, True
+        some, every = self.key_blocks
+        aligned = range(keys[0] // self.tiles.k, (keys[1] - 1) // self.tiles.k + 1)
+        inside = [(b, a) for b in range(*chunk.b) for a in aligned]
+        return any(some[b][a] for b, a in inside), all(every[b][a] for b, a in inside)
+
+    def _seen(self, tile_map: Truth, chunk: Chunk, rows: Range) -> tuple[list[bool], list[bool]]:
+        """Of each ``FINE`` keys: may some head of the chunk see some of them, and do all see all of them?"""
+        may, must = (_part(x, chunk, rows[0] // self.tiles.q) for x in tile_map)
+        return may.any(0).tolist(), must.all(0).tolist()
+
     # -- one block -----------------------------------------------------------------------------------------------------
-    def scores(self, steps: Steps, chunk: Chunk, rows: Range, keys: Range, by_key: bool, q: Tensor) -> tuple[Tensor, dict[int, Tensor], Coordinates]:
+    def scores(self, steps: Steps, chunk: Chunk, rows: Range, keys: Range, apart: bool, q: Tensor) -> tuple[Tensor, dict[int, Tensor], Coordinates]:
         """The program's value on a block, (batches * key heads, group * rows, keys), and what ``Steps.finish`` needs."""
         columns = keys[1] - keys[0]
         shape4 = self.box_shape(chunk, rows, columns)
@@ -190,12 +209,12 @@ class Attention:
         if self.compiled.masked:
             if not steps.y_is_free:
                 y = self.work.get("y", *shape4).copy_(y)
-            self.hide(y, chunk, rows, keys, by_key)
+            self.hide(y, chunk, rows, keys, apart)
         return y.view(score.shape), values, box
 
-    def touched(self, chunk: Chunk, rows: Range, keys: Range, by_key: bool) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    def touched(self, chunk: Chunk, rows: Range, keys: Range, apart: bool) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
         """The column ranges of a block that the mask touches, with its bits there."""
-        if by_key:
+        if apart:
             yield slice(None), self.visibility.bits(rows, keys, chunk.b, chunk.heads)
             return
         start, stop = self.visibility.seen_by_all(rows, keys)
@@ -203,21 +222,21 @@ class Attention:
             if part[0] < part[1]:
                 yield slice(part[0] - keys[0], part[1] - keys[0]), self.visibility.bits(rows, part, None, None)
 
-    def hide(self, y: Tensor, chunk: Chunk, rows: Range, keys: Range, by_key: bool) -> None:
+    def hide(self, y: Tensor, chunk: Chunk, rows: Range, keys: Range, apart: bool) -> None:
         """Apply the mask in place. Replacing works on bits: exact for every value (NaN too) and faster than ``where``."""
         assert self.mask is not None
-        for columns, (visible, fill_bits, fill) in self.touched(chunk, rows, keys, by_key):
+        for columns, (visible, fill_bits, fill) in self.touched(chunk, rows, keys, apart):
             part = y[..., columns]
             if self.mask.hidden == "replace":
                 part.view(torch.int32).bitwise_and_(visible).bitwise_or_(fill_bits)
             else:
                 part.add_(fill)
 
-    def hide_gradient(self, ds: Tensor, chunk: Chunk, rows: Range, keys: Range, by_key: bool) -> None:
+    def hide_gradient(self, ds: Tensor, chunk: Chunk, rows: Range, keys: Range, apart: bool) -> None:
         """A replaced score has no gradient; an added fill passes it on."""
         assert self.mask is not None
         if self.mask.hidden == "replace":
-            for columns, (visible, _, _) in self.touched(chunk, rows, keys, by_key):
+            for columns, (visible, _, _) in self.touched(chunk, rows, keys, apart):
                 ds[..., columns].view(torch.int32).bitwise_and_(visible)
 
     def factors(self, chunk: Chunk, rows: Range, keys: Range) -> tuple[Tensor | None, Tensor | None]:
@@ -273,8 +292,8 @@ class Attention:
         total = torch.zeros((n, r, 1), device=self.device)
         acc = self.work.get("acc", n, r, self.shape.dv).zero_()
         first = True
-        for keys, by_key in self.key_ranges(chunk, rows, everything):
-            y, _, _ = self.scores(self.compiled.forward, chunk, rows, keys, by_key, q)
+        for keys, apart in self.key_ranges(chunk, rows, everything):
+            y, _, _ = self.scores(self.compiled.forward, chunk, rows, keys, apart, q)
             m_new = torch.maximum(m, y.amax(-1, keepdim=True))
             offset = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf minus itself would be NaN
             p = exp_(torch.sub(y, offset, out=y))
@@ -355,12 +374,12 @@ class Backward:
         # dS of a row adds up to 0 in eager. Of a whole row it does so here too; elsewhere two roundings are subtracted
         delta = None if len(blocks) == 1 else (out * d_o).sum(-1, keepdim=True)
         shift = None if self.grad_lse is None else call.tile(self.grad_lse, chunk, rows)
-        for keys, by_key in blocks:
-            y, values, box = call.scores(self.steps, chunk, rows, keys, by_key, q)
+        for keys, apart in blocks:
+            y, values, box = call.scores(self.steps, chunk, rows, keys, apart, q)
             target = y if call.compiled.masked or self.steps.y_is_free else call.work.get("y", *y.shape)
             p = torch.sub(y, hi, out=target)
             exp2_(torch.add(low, p, alpha=LOG2E, out=p))
-            ds = self.block(chunk, rows, keys, by_key, p, d_o, delta, shift, dv)
+            ds = self.block(chunk, rows, keys, apart, p, d_o, delta, shift, dv)
             if ds is None:
                 continue
             results = self.steps.finish(values, ds, lambda name, shape=ds.shape: call.work.get(name, *shape))
@@ -385,7 +404,7 @@ class Backward:
         return bool((hi - math.log(max(1, self.call.shape.lk)) < mask.skip_above).any())
 
     def block(
-        self, chunk: Chunk, rows: Range, keys: Range, by_key: bool, p: Tensor, d_o: Tensor, delta: Tensor | None, shift: Tensor | None, dv: Tensor
+        self, chunk: Chunk, rows: Range, keys: Range, apart: bool, p: Tensor, d_o: Tensor, delta: Tensor | None, shift: Tensor | None, dv: Tensor
     ) -> Tensor | None:
         """Add a block's part of dV and of the post factor's gradient; returns dS (4-D), or None where nobody needs it.
 
@@ -411,7 +430,7 @@ class Backward:
             delta = torch.mul(dp, p, out=call.work.get("products", *p.shape)).sum(-1, keepdim=True)
         ds = dp.sub_(delta if shift is None else delta - shift).mul_(p).view(shape4)
         if call.compiled.masked:
-            call.hide_gradient(ds, chunk, rows, keys, by_key)
+            call.hide_gradient(ds, chunk, rows, keys, apart)
         return ds
 
     def post_gradient(self, chunk: Chunk, rows: Range, keys: Range, dp: Tensor, p: Tensor, kept: Tensor | None) -> None:

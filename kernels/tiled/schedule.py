@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fa_inductor.facts import MaskFacts
 from fa_inductor.program import Coordinates, ProgramBuilder, ScoreProgram, evaluate
+from fa_inductor.program.tile_map import Tiling, Truth, tile_map
 
 Range = tuple[int, int]
 
@@ -62,8 +63,26 @@ def ranges(stop: int, step: int, start: int = 0) -> Iterator[Range]:
         yield first, min(first + step, stop)
 
 
+FINE = 128
+"""Keys that are skipped together where the mask depends on places."""
+
+
+def runs(visible: Sequence[bool], step: int, within: Range, most: int) -> Iterator[Range]:
+    """The longest ranges of at most ``most`` places ``within`` which every ``step`` places are visible."""
+    at = within[0]
+    while at < within[1]:
+        if not visible[at // step]:
+            at = (at // step + 1) * step
+            continue
+        stop = min((at // step + 1) * step, within[1])
+        while stop < within[1] and stop - at < most and visible[stop // step]:
+            stop = min(stop + step, within[1])
+        yield at, min(stop, at + most)
+        at = min(stop, at + most)
+
+
 class Visibility:
-    """The mask of one call: bounds of ``k - q`` and the key predicate, evaluated once at its own broadcast shape."""
+    """The mask of one call: bounds of ``k - q``, the key predicate, evaluated once at its own broadcast shape, and what depends on places otherwise."""
 
     def __init__(
         self, mask: MaskFacts | None, program: ScoreProgram, shape: Shape, captures: Sequence[Tensor], sizes: Sequence[int], device: torch.device
@@ -83,6 +102,8 @@ class Visibility:
                     self.upper = bound if self.upper is None else min(self.upper, bound)
                 else:
                     self.lower = bound if self.lower is None else max(self.lower, bound)
+        self.program, self.captures, self.sizes = program, captures, sizes
+        self.places = prune(program, *mask.places) if mask is not None and mask.places else None
         self._patterns: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     def key_blocks(self, step: int) -> tuple[list[list[bool]], list[list[bool]]] | None:
@@ -93,6 +114,14 @@ class Visibility:
         some = [key[..., a:b].any(-1).any(-1) for a, b in ranges(self.shape.lk, step)]
         every = [key[..., a:b].all(-1).all(-1) for a, b in ranges(self.shape.lk, step)]
         return torch.stack(some, 1).tolist(), torch.stack(every, 1).tolist()
+
+    def tile_map(self, tiles: Tiles) -> Truth | None:
+        """Where some, and where all elements are visible by what is no bound and no key predicate: (B or 1, H or 1, q tiles, ``FINE`` keys)."""
+        shape = self.shape
+        if self.places is None or self.mask is None or shape.lq == 0 or shape.lk == 0:
+            return None
+        tiling = Tiling(shape.batch, shape.heads, shape.lq, shape.lk, tiles.q, FINE, self.device)
+        return tile_map(self.program, self.mask.places, tiling, self.captures, self.sizes)
 
     def key_range(self, rows: Range) -> Range:
         """The keys that some row of the tile can see by the bounds; empty ranges are (n, n)."""
@@ -107,7 +136,7 @@ class Visibility:
         return start, stop
 
     def bits(self, rows: Range, keys: Range, batches: Range | None, heads: Range | None) -> tuple[Tensor, ...]:
-        """``(visible as -1/0, fill's bits where hidden, additive fill)`` on a box; without ``batches`` by the bounds alone."""
+        """``(visible as -1/0, fill's bits where hidden, additive fill)`` on a box; without ``batches`` by the bounds alone, else by all that hides."""
         if batches is None:
             place = (keys[0] - rows[0], rows[1] - rows[0], keys[1] - keys[0])  # the pattern depends on the offset alone
             if place not in self._patterns:
@@ -115,11 +144,16 @@ class Visibility:
                     self._patterns.clear()
                 self._patterns[place] = self._bits(self._by_bounds(rows, keys))
             return self._patterns[place]
-        assert self.key is not None and heads is not None
-        box = (slice(*batches), slice(*heads), slice(None), slice(*keys))
-        key = self.key[tuple(part if n > 1 else slice(None) for part, n in zip(box, self.key.shape, strict=True))]
-        start, stop = self.seen_by_all(rows, keys)
-        return self._bits(key if (start, stop) == keys else key & self._by_bounds(rows, keys))
+        assert heads is not None
+        visible = self._by_bounds(rows, keys)
+        if self.key is not None:
+            box = (slice(*batches), slice(*heads), slice(None), slice(*keys))
+            visible = visible & self.key[tuple(part if n > 1 else slice(None) for part, n in zip(box, self.key.shape, strict=True))]
+        if self.places is not None:
+            box4 = Coordinates(batches, heads, rows, keys)
+            for held in evaluate(self.places, box4, captures=self.captures, sizes=self.sizes, device=self.device):
+                visible = visible & held
+        return self._bits(visible)
 
     def _by_bounds(self, rows: Range, keys: Range) -> Tensor:
         distance = torch.arange(*keys, device=self.device).view(1, 1, 1, -1) - torch.arange(*rows, device=self.device).view(1, 1, -1, 1)

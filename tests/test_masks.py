@@ -1,0 +1,317 @@
+"""Spellings of masks: what each is recognised as, and that it is fused exactly, rows without a visible key included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from fusing import check, rewritten, sites_of
+from test_forms import FORMS, rand
+from torch import Tensor
+
+from fa_inductor.kernels import tiled
+from fa_inductor.kernels.tiled import attention, schedule
+from fa_inductor.options import Options
+
+L, W = 24, 5
+INF = -math.inf
+
+
+def places(x: Tensor) -> tuple[Tensor, Tensor]:
+    i = torch.arange(L, device=x.device)
+    return i[:, None], i[None]
+
+
+def tril(x, ids):
+    return torch.tril(torch.ones(L, L, dtype=torch.bool, device=x.device))
+
+
+def not_triu(x, ids):
+    return ~torch.triu(torch.ones(L, L, dtype=torch.bool, device=x.device), 1)
+
+
+def compared(x, ids):
+    q, k = places(x)
+    return k <= q
+
+
+def shifted(x, ids):
+    q, k = places(x)
+    return q + 3 >= k
+
+
+def lower_band(x, ids):
+    q, k = places(x)
+    return (k <= q) & (q - k < W)
+
+
+def lower_band_of_triangles(x, ids):
+    ones = torch.ones(L, L, dtype=torch.bool, device=x.device)
+    return ones.tril() & ones.triu(-W)
+
+
+def both_sides(x, ids):
+    q, k = places(x)
+    return (q - k).abs() <= W
+
+
+def both_sides_by_difference(x, ids):
+    ones = torch.ones(L, L, dtype=torch.bool, device=x.device)
+    return ones.tril(W) & ~ones.tril(-W - 1)
+
+
+def prefix(x, ids):
+    q, k = places(x)
+    return (k <= q) | (k < 7)
+
+
+def prefix_written(x, ids):
+    m = torch.ones(L, L, dtype=torch.bool, device=x.device).tril()
+    return m | (torch.arange(L, device=x.device) < 7)
+
+
+def prefix_of_each(x, ids):
+    q, k = places(x)
+    return (k <= q) | (k < ids[:, 4, None, None, None])
+
+
+def chunks(x, ids):
+    q, k = places(x)
+    return q // 6 == k // 6
+
+
+def causal_chunks(x, ids):
+    q, k = places(x)
+    return (q // 6 == k // 6) & (k <= q)
+
+
+def chunks_by_division(x, ids):
+    i = torch.div(torch.arange(L, device=x.device), 6, rounding_mode="floor")
+    return i[:, None].eq(i)
+
+
+def dilated(x, ids):
+    q, k = places(x)
+    return ((q - k) % 3 == 0) & (k <= q)
+
+
+def strided_classes(x, ids):
+    q, k = places(x)
+    return q % 3 == k % 3
+
+
+def global_and_local(x, ids):
+    q, k = places(x)
+    return ((q - k).abs() <= 2) | (k < 2) | (q < 2)
+
+
+def local_and_chosen_tokens(x, ids):
+    q, k = places(x)
+    chosen = ids == 1
+    return ((q - k).abs() <= 2) | chosen[:, None, None] | chosen[:, None, :, None]
+
+
+def lengths(x, ids):
+    return torch.arange(L, device=x.device) < ids.sum(-1)[:, None, None, None] % L
+
+
+def key_padding(x, ids):
+    return (ids != 0)[:, None, None]
+
+
+def pairs_of_padding(x, ids):
+    kept = ids != 0
+    return kept[:, None, None] & kept[:, None, :, None]
+
+
+def padding_and_causal(x, ids):
+    return compared(x, ids) & (ids != 0)[:, None, None]
+
+
+def documents(x, ids):
+    return (ids[:, :, None] == ids[:, None])[:, None]
+
+
+def documents_of_starts(x, ids):
+    d = (ids == 0).cumsum(-1)
+    return (d[:, None, :, None] == d[:, None, None]) & compared(x, ids)
+
+
+def documents_by_difference(x, ids):
+    return (ids[:, None, :, None] - ids[:, None, None]) == 0
+
+
+def other_documents(x, ids):
+    return (ids[:, :, None] != ids[:, None])[:, None]
+
+
+def not_window(x, ids):
+    q, k = places(x)
+    return ~((q - k).abs() < W)
+
+
+def anti_causal(x, ids):
+    q, k = places(x)
+    return k >= q
+
+
+def all_but_itself(x, ids):
+    return ~torch.eye(L, dtype=torch.bool, device=x.device)
+
+
+def everything(x, ids):
+    return torch.ones(L, L, dtype=torch.bool, device=x.device)
+
+
+def given(x, ids):
+    return torch.outer(ids[0] > 0, ids[1] > 0) | tril(x, ids)
+
+
+def either_of_two(x, ids):
+    q, k = places(x)
+    return ((k <= q) & (q - k < W)) | ((q // 6 == k // 6) & (k < q))
+
+
+def even_heads_causal(x, ids):
+    q, k = places(x)
+    return (torch.arange(2, device=x.device)[:, None, None] % 2 == 1) | (k <= q)
+
+
+MASKS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    tril, not_triu, compared, shifted, lower_band, lower_band_of_triangles, both_sides, both_sides_by_difference, prefix, prefix_written, prefix_of_each,
+    chunks, causal_chunks, chunks_by_division, dilated, strided_classes, global_and_local, local_and_chosen_tokens, lengths, key_padding, pairs_of_padding,
+    padding_and_causal, documents, documents_of_starts, documents_by_difference, other_documents, not_window, anti_causal, all_but_itself, everything, given,
+    either_of_two, even_heads_causal,
+]  # fmt: skip
+
+
+def numbers() -> Tensor:
+    """Document numbers, 0 where there is none; the second row begins with none."""
+    found = torch.tensor([1] * 7 + [2] * 9 + [3] * 4 + [0] * 4)
+    return torch.stack([found, found.flip(0)]).to(rand(1).device)
+
+
+def inputs() -> list[Tensor]:
+    return [*(rand(2, 2, L, 8) for _ in range(3)), numbers()]
+
+
+def filled(mask: Callable[[Tensor, Tensor], Tensor], fill: float) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return (q @ k.mT * 0.35).masked_fill(~mask(q, ids), fill).softmax(-1) @ v
+
+    return attention
+
+
+FORMS |= {f"mask_{m.__name__}": (filled(m, INF), inputs) for m in MASKS}
+
+
+@pytest.mark.parametrize("fill", [INF, -1e9, -1e4])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.__name__)
+def test_every_mask_is_exact(mask: Callable[[Tensor, Tensor], Tensor], fill: float) -> None:
+    check(filled(mask, fill), inputs())
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 4 queries and 8 keys, of which 4 are skipped together."""
+    monkeypatch.setattr(tiled, "Q_TILE", 4)
+    monkeypatch.setattr(tiled, "K_TILE", 8)
+    for module in (attention, schedule):
+        monkeypatch.setattr(module, "FINE", 4)
+
+
+@pytest.mark.parametrize("fill", [INF, -1e9, -1e4])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.__name__)
+def test_every_mask_is_exact_where_tiles_are_skipped(small_tiles: None, mask: Callable[[Tensor, Tensor], Tensor], fill: float) -> None:
+    (site,) = check(filled(mask, fill), inputs(), options=Options(kernel="tiled"))
+    assert "q_tile=4" in site.config
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.__name__)
+def test_added_masks(small_tiles: None, mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def added(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        bias = torch.zeros_like(mask(q, ids), dtype=q.dtype).masked_fill(~mask(q, ids), torch.finfo(q.dtype).min)
+        return ((q @ k.mT + bias).softmax(-1)) @ v
+
+    check(added, inputs(), options=Options(kernel="tiled"))
+
+
+@pytest.mark.parametrize("mask", [documents, chunks, prefix, causal_chunks], ids=lambda m: m.__name__)
+def test_tiles_are_skipped(small_tiles: None, monkeypatch: pytest.MonkeyPatch, mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Fewer scores are computed than there are, and none of a tile that is hidden."""
+    computed: list[int] = []
+    scores = attention.Attention.scores
+
+    def counted(self, steps, chunk, rows, keys, apart, q):
+        computed.append((rows[1] - rows[0]) * (keys[1] - keys[0]) * chunk.count)
+        return scores(self, steps, chunk, rows, keys, apart, q)
+
+    monkeypatch.setattr(attention.Attention, "scores", counted)
+    monkeypatch.setattr(tiled, "ELEMENTS", 1)  # one head at a time
+    q, k, v, ids = (x.detach() for x in inputs())
+    visible = mask(q, ids).expand(2, 2, L, L)
+    some = visible.reshape(2, 2, L // 4, 4, L // 4, 4).any(5).any(3)
+    rewritten(filled(mask, INF), Options(kernel="tiled"))(q, k, v, ids)
+    assert int(some.sum()) * 16 == sum(computed) < visible.numel(), (int(some.sum()) * 16, sum(computed))
+
+
+def test_values_that_no_query_sees_do_not_reach_the_output(small_tiles: None) -> None:
+    """Keys and values of another document may hold anything; so may their gradients' zeros."""
+    q, k, v, ids = inputs()
+    ids = torch.tensor([[1] * 12 + [2] * 12] * 2)
+    exact = filled(documents, INF)(q, k, v, ids)
+    with torch.no_grad():
+        spoilt = [t.clone() for t in (k, v)]
+        for t in spoilt:
+            t[:, :, 12:] = math.nan
+    result, _ = sites_of(filled(documents, INF), q, *(t.requires_grad_() for t in spoilt), ids, options=Options(kernel="tiled"))
+    torch.testing.assert_close(result[:, :, :12], exact[:, :, :12])
+    grads = torch.autograd.grad(result[:, :, :12].sum(), [q, *spoilt])
+    assert all(bool(g[:, :, :12].isfinite().all()) for g in grads)
+
+
+def test_kinds() -> None:
+    rows = []
+    for mask in MASKS:
+        _, (site,) = sites_of(filled(mask, INF), *inputs())
+        rows.append(f"{mask.__name__:26}{', '.join(site.labels)}")
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+tril                      causal
+not_triu                  causal
+compared                  causal
+shifted                   window
+lower_band                causal, window
+lower_band_of_triangles   causal, window
+both_sides                window
+both_sides_by_difference  window
+prefix                    prefix
+prefix_written            prefix
+prefix_of_each            prefix
+chunks                    blocks
+causal_chunks             causal, blocks
+chunks_by_division        blocks
+dilated                   causal, dilated
+strided_classes           dilated
+global_and_local          global
+local_and_chosen_tokens   global
+lengths                   key padding
+key_padding               key padding
+pairs_of_padding          key padding, query padding
+padding_and_causal        causal, key padding
+documents                 documents
+documents_of_starts       causal, documents
+documents_by_difference   documents
+other_documents           other documents
+not_window                mask
+anti_causal               window
+all_but_itself            mask
+everything                plain
+given                     mask
+either_of_two             mask
+even_heads_causal         mask""",
+    )

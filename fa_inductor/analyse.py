@@ -23,7 +23,7 @@ NO_SCORES = declare("no_score_matmul", "the softmax's input must be a matrix pro
 BLOCKED = declare(
     "blocked_probabilities", "between softmax and matmul only views, casts, dropout and products with a factor can be fused; move this op out of that path"
 )
-_BY_INDEX = (OTHER_AXIS, NOT_CANONICAL, OPERANDS, JOINED, REINDEXED, UNSUPPORTED_OP)
+BY_INDEX = (OTHER_AXIS, NOT_CANONICAL, OPERANDS, JOINED, REINDEXED, UNSUPPORTED_OP)
 
 
 def analyse(context: GraphContext, candidate: Candidate) -> AttentionSite:
@@ -76,7 +76,7 @@ def with_symbols(refused: Refused, candidate: Candidate) -> Refused:
     products = [*candidate.contractions, *score_contractions(candidate.anchor.input)[0]]
     tensors = {n for product in products for n in (product, *product.all_input_nodes) if isinstance(n.meta.get("val"), torch.Tensor)}
     names = sorted({str(s) for n in tensors for size in shape_of(n.meta["val"]) for s in size.free_symbols})
-    if not names or refused.refusal.code not in _BY_INDEX:
+    if not names or refused.refusal.code not in BY_INDEX:
         return refused
     text = f"{refused.refusal.text} (sizes are symbols, {', '.join(names)}: what is not known for all their values does not count)"
     return Refused(replace(refused.refusal, text=text))

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from . import digits as D
 from .index import Expr, Space, equal
+from .isomorphism import depends_on_input
 from .lift import refuse
 from .patterns.softmax import Softmax
 from .region import OTHER_AXIS
@@ -93,15 +94,21 @@ class Band:
     values: Values
     scores: Scores
     others: tuple[Scores, ...]
+    rows: frozenset[int]
+    """Dimensions of the softmax's input: where such a one counts the rows, all places without a key are -inf."""
+    arms: tuple[tuple[fx.Node, fx.Node], ...]
+    """Choices by constants, each with the arm that all places with a key take."""
     touched: frozenset[fx.Node]
 
     @property
     def ends(self) -> set[fx.Node]:
-        """The operands of the attention."""
-        return {t.node for t in (self.values.values, self.scores.lhs, self.scores.rhs) if t.node is not None}
+        """The operands of the attention that depend on an input: their contents cannot have served the proof."""
+        operands = (self.values.values.node, self.scores.lhs.node, self.scores.rhs.node)
+        return {n for n in operands if n is not None and depends_on_input(n)}
 
     def of(self, softmax: Softmax, names: dict[fx.Node, fx.Node]) -> Band:
         """The same of other nodes."""
         touched = frozenset(names[n] for n in self.touched)
         others = tuple(s.of(names) for s in self.others)
-        return Band(softmax, self.values.of(names), self.scores.of(names), others, touched)
+        arms = tuple((names[n], names[arm]) for n, arm in self.arms)
+        return Band(softmax, self.values.of(names), self.scores.of(names), others, self.rows, arms, touched)

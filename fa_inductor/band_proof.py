@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import sympy
 import torch
@@ -21,10 +22,15 @@ from .patterns import joins, overwrites, pointwise, views
 from .patterns.contraction import describe, is_contraction
 from .patterns.views import name_of
 from .provenance import Fragment, Index, Place, Tracer, Untold, Views, broadcast, grid, is_static, only_moving, places_of
-from .region import DIM, OTHER_AXIS, K
+from .refusal import declare
+from .region import DIM, K
 
-MOST_PLACES = 1 << 23
-"""More places than this are not listed."""
+DIAGONALS = declare(
+    "diagonals",
+    "sliding windows by diagonals can be fused where lengths are numbers and the corners are hidden by -inf, by a mask made of positions (arange) alone",
+)
+MOST_PLACES = 1 << 24
+"""More places than this are not listed: it would take about ten seconds and 3 GB."""
 _MOVES = frozenset({*views.RULES, *joins.NAMES, *overwrites.NAMES})
 
 
@@ -37,8 +43,9 @@ def prove(context: GraphContext, candidate: Candidate) -> Band | None:
     first = next((s for s in scores if s.product in found and s.lhs.node is not None and s.rhs.node is not None), None)
     if first is None:
         return None
-    finder.check_hidden(values)
-    return Band(anchor, values, first, tuple(s for s in scores if s is not first), frozenset(finder.touched))
+    rows = finder.hidden_rows(values)
+    arms = finder.arms(values, rows)
+    return Band(anchor, values, first, tuple(s for s in scores if s is not first), rows, arms, frozenset(finder.touched))
 
 
 class _Finder:
@@ -69,8 +76,12 @@ class _Finder:
     def _values(self, second: fx.Node, result: fx.Node, row: int) -> Values:
         shape, places = result.meta["val"].shape, int(self.anchor.input.meta["val"].shape[self.anchor.dim])
         summed = describe(second, _symbols(second), DIM)
-        if summed is None or summed.addend is not None or not summed.size.is_Integer or int(shape[row]) * max(int(summed.size), places) > MOST_PLACES:
+        if summed is None or summed.addend is not None or not summed.size.is_Integer:
             raise Untold
+        listed = int(shape[row]) * max(int(summed.size), places)
+        if listed > MOST_PLACES:
+            text = f"the probabilities are copied to other places before the product with the values, too many ({listed}) to see whether windows of keys are"
+            raise refuse(DIAGONALS, text, second)
         rows, sums = grid(int(shape[row]), int(summed.size))
         symbols, index, tracer = self._tracer(shape, {row: rows})
         ids = torch.arange(rows.numel())
@@ -83,8 +94,9 @@ class _Finder:
         if after.count(True) != 1:
             raise Untold
         probabilities, values = _single(sides[after.index(True)]), _single(sides[after.index(False)])
-        if any(f.node is None and not math.isfinite(f.value) for side in sides for f in side):
-            raise Untold
+        numbers = [{f.value for f in sides[after.index(of_softmax)] if f.node is None} for of_softmax in (True, False)]
+        if numbers[0] - {0.0} or not all(map(math.isfinite, numbers[1])):
+            raise Untold  # a probability that is another number than 0, or 0 times infinity
         return self._paired(second, result, row, symbols, rows, probabilities, values, places, tracer)
 
     def _paired(
@@ -190,46 +202,116 @@ class _Finder:
         index = tuple(Place(ZERO, listed[d]) if d in listed else Place(rest.get(d, ZERO)) for d in range(len(shape)))
         return symbols, index, Tracer(self.context, self.constants, self.views, {s: sympy.Integer(int(shape[d])) for d, s in rest.items()})
 
-    def check_hidden(self, values: Values) -> None:
-        """Is the softmax's input -inf at every place without a key?"""
+    def hidden_rows(self, values: Values) -> frozenset[int]:
+        """The dimensions that may count the rows for all places without a key to hold -inf in the softmax's input."""
         shape, dim = self.anchor.input.meta["val"].shape, self.anchor.dim
         ids = (values.keys.flatten() < 0).nonzero().flatten()
         rows, places = (x[ids] for x in grid(*values.keys.shape))
+        found = set()
         for row in (d for d in range(len(shape)) if d != dim and shape[d] == values.keys.shape[0]):
             _, index, tracer = self._tracer(shape, {row: rows, dim: places})
             try:
-                if bool((self._certain(tracer, self.anchor.input, index, ids) == -math.inf).all()):
-                    self.touched |= tracer.touched
-                    return
+                certain = Certain(tracer).value(self.anchor.input, index, ids)
             except Untold:
                 continue
-        raise refuse(OTHER_AXIS, "scores are stored by diagonals, and it is not certain that those outside of the keys are -inf", self.anchor.output)
+            if bool((certain == -math.inf).all()):
+                self.touched |= tracer.touched
+                found.add(row)
+        if not found:
+            text = "scores are stored by diagonals, and it is not certain that those which belong to no key are -inf"
+            raise refuse(DIAGONALS, text, self.anchor.output)
+        return frozenset(found)
 
-    def _certain(self, tracer: Tracer, node: fx.Node, index: Index, ids: Tensor) -> Tensor:
-        """The number that ``node`` holds at each place whatever the inputs are; NaN where it is not known, 0 where it is finite."""
+    def arms(self, values: Values, rows_at: frozenset[int]) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """The choices above the scores that are none where there is a key, such as what hides the corners."""
+        shape, dim = self.anchor.input.meta["val"].shape, self.anchor.dim
+        ids = (values.keys.flatten() >= 0).nonzero().flatten()
+        rows, places = (x[ids] for x in grid(*values.keys.shape))
+        found: dict[fx.Node, object] = {}
+        for row in rows_at:
+            _, index, tracer = self._tracer(shape, {row: rows, dim: places})
+            queue = [(self.anchor.input, index, ids)]
+            while queue:
+                try:
+                    fragments = tracer.trace(*queue.pop())
+                except Untold:
+                    return ()
+                for f in fragments:
+                    if f.node is not None and name_of(f.node) in pointwise.RULES:
+                        queue += [(n, broadcast(f.index, n), f.ids) for n in f.node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+            found |= {n: arm if found.get(n, arm) is arm else None for n, arm in tracer.arms.items()}
+        return tuple((n, arm) for n, arm in found.items() if isinstance(arm, fx.Node))
+
+
+class Certain:
+    """What elements hold whatever the inputs are: -inf, or 0 for what is no NaN and not +inf; NaN where nothing is known."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def value(self, node: fx.Node, index: Index, ids: Tensor) -> Tensor:
         result, order = torch.full(ids.shape, math.nan, dtype=torch.float64), places_of(ids)
-        for f in tracer.trace(node, index, ids):
-            result[order[f.ids]] = self._of_fragment(tracer, f)
+        for f in self.tracer.trace(node, index, ids):
+            result[order[f.ids]] = self._of(f)
         return result
 
-    def _of_fragment(self, tracer: Tracer, f: Fragment) -> Tensor:
+    def _of(self, f: Fragment) -> Tensor:
         unknown = torch.full(f.ids.shape, math.nan, dtype=torch.float64)
         if f.node is None:
-            return torch.full(f.ids.shape, f.value, dtype=torch.float64)
-        if like_scores(f.node):
-            return torch.zeros(f.ids.shape, dtype=torch.float64)
+            return self._number(f.value, f.ids)
         name, args = name_of(f.node), f.node.args
-        if name in ("to", "_to_copy", "type_as", "clone", "contiguous") and isinstance(args[0], fx.Node):
-            return self._certain(tracer, args[0], f.index, f.ids)
-        if name in ("add", "sub", "mul", "div") and not f.node.kwargs:
-            x, y = (
-                self._certain(tracer, a, broadcast(f.index, a), f.ids) if isinstance(a, fx.Node) else torch.full_like(unknown, float(a))  # type: ignore[arg-type]
-                for a in args[:2]
-            )
-            if name in ("add", "sub"):
-                return x + y if name == "add" else x - y
-            return torch.where((x.isinf() & (y > 0)) if not isinstance(args[1], fx.Node) else torch.zeros_like(x, dtype=torch.bool), x, unknown)
-        return unknown
+        if name in ("to", "_to_copy", "type_as", "clone", "contiguous"):
+            return self._operand(args[0], f)
+        if name == "where" and len(args) == 3:
+            return self._either(args[0], args[1], args[2], f)
+        if name == "masked_fill":
+            return self._either(args[1], args[2], args[0], f)
+        if name == "add" and not f.node.kwargs:
+            return self._operand(args[0], f) + self._operand(args[1], f)
+        if name in ("mul", "div") and isinstance(args[1], (int, float)) and args[1] > 0:
+            return self._operand(args[0], f)
+        return torch.zeros_like(unknown) if like_scores(f.node) else unknown
+
+    def _number(self, value: float, ids: Tensor) -> Tensor:
+        """Numbers up to 1e30 may be added up without becoming infinite."""
+        known = value if value == -math.inf else 0.0 if value <= 1e30 else math.nan
+        return torch.full(ids.shape, known, dtype=torch.float64)
+
+    def _operand(self, x: object, f: Fragment) -> Tensor:
+        if isinstance(x, fx.Node):
+            return self.value(x, broadcast(f.index, x), f.ids)
+        return self._number(float(x), f.ids)  # type: ignore[arg-type]
+
+    def _either(self, condition: object, x: object, y: object, f: Fragment) -> Tensor:
+        """A choice of which the condition may be known at some places."""
+        assert isinstance(condition, fx.Node)
+        may, must = self._truth(condition, broadcast(f.index, condition), f.ids)
+        one, other = self._operand(x, f), self._operand(y, f)
+        both = torch.where(one == other, one, torch.where(one.isnan() | other.isnan(), math.nan, 0.0))
+        return torch.where(must, one, torch.where(may, both, other))
+
+    def _truth(self, node: fx.Node, index: Index, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """May a condition hold, and must it?"""
+        known = self.tracer.known(node, index, ids)
+        if known is not None:
+            return known, known
+        may, must, order = torch.ones(ids.shape, dtype=torch.bool), torch.zeros(ids.shape, dtype=torch.bool), places_of(ids)
+        for f in self.tracer.trace(node, index, ids):
+            parts = [a for a in f.node.args if isinstance(a, fx.Node)] if f.node is not None and name_of(f.node) in _LOGIC else []
+            if f.node is None or not parts or any(p.meta["val"].dtype != torch.bool for p in parts):
+                continue
+            found = [self._truth(p, broadcast(f.index, p), f.ids) for p in parts]
+            at = order[f.ids]
+            may[at], must[at] = _LOGIC[name_of(f.node)](*zip(*found, strict=True))
+        return may, must
+
+
+Pair = tuple[Tensor, ...]
+_LOGIC: dict[str, Callable[[Pair, Pair], tuple[Tensor, Tensor]]] = {
+    **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), lambda may, must: (may[0] | may[1], must[0] | must[1])),
+    **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), lambda may, must: (may[0] & may[1], must[0] & must[1])),
+    **dict.fromkeys(("logical_not", "bitwise_not"), lambda may, must: (~must[0], ~may[0])),
+}
 
 
 def _symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import sympy
 import torch
@@ -10,16 +11,20 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .band import ROW, Band, T
-from .band_proof import prove
+from .band_proof import DIAGONALS, prove
 from .find import Candidate, reachable
+from .finite import no_row_is_nan
 from .graph import GraphContext
-from .index import ZERO, Expr, Space
+from .index import ZERO, Expr, Space, equal
 from .isomorphism import correspondence
 from .lift import Lifter, refuse
+from .location import location_of
 from .patterns import joins, overwrites
 from .patterns.contraction import Contraction
 from .patterns.views import name_of
 from .provenance import is_static
+from .recognise import recognise_site
+from .refusal import Refused
 from .region import DIM, OTHER_AXIS, K, Region
 from .site import AttentionSite
 
@@ -33,10 +38,19 @@ def banded(context: GraphContext, candidate: Candidate) -> AttentionSite | None:
         return None
     if not is_static(anchor.input) or not _spread_out(context, candidate):
         return None
-    with _disable_current_modes(), torch.no_grad():
-        band = _known(context, candidate) or prove(context, candidate)
+    alike = (location_of(anchor.output), tuple(anchor.input.meta["val"].shape), candidate.contractions[0].meta["val"].shape)
+    if alike in context.no_bands:
+        raise context.no_bands[alike]
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            band = _known(context, candidate) or prove(context, candidate)
+    except Refused as refused:
+        context.no_bands[alike] = refused
+        raise
     if band is None:
-        return None
+        text = "the probabilities are copied to other places before the product with the values, and it is not seen that these are windows of keys"
+        context.no_bands[alike] = refuse(DIAGONALS, text, candidate.contractions[0])
+        raise context.no_bands[alike]
     context.bands.append(band)
     return BandRegion(context, candidate, band).site()
 
@@ -65,6 +79,11 @@ def _known(context: GraphContext, candidate: Candidate) -> Band | None:
     return None
 
 
+def _read_arm(arm: fx.Node, lifter: Lifter, node: fx.Node, index: tuple[Expr, ...]) -> int:
+    lifter.touched.add(node)
+    return lifter.operand(arm, index)
+
+
 class BandRegion(Region):
     """The region of a softmax over diagonals, read at ``t = k + offset(q)``: a local symbol whose value stays within the diagonals there are."""
 
@@ -72,9 +91,16 @@ class BandRegion(Region):
         super().__init__(context, candidate, band.values.second, band.scores.product, result=band.values.result)
         self.values, self.scores, self.traced = band.values, band.scores, set(band.touched)
         self.others = {s.node: s for s in band.others if s.node not in self.before}
-        self.row: Expr = ZERO
+        self.hidden_rows, self.arms, self.row = band.rows, band.arms, ZERO
 
     key_axis = T
+
+    def site(self) -> AttentionSite:
+        found = super().site()
+        if self.result in self.context.needs_grad and not no_row_is_nan(found, recognise_site(found)):
+            text = "a row of scores may be -inf alone, or NaN, whose gradients would reach keys outside of its window, where eager has none"
+            raise refuse(DIAGONALS, text, self.anchor.output)
+        return found
 
     def product_with_values(self, space: Space, index: tuple[Expr, ...]) -> Contraction:
         v = self.values
@@ -96,6 +122,7 @@ class BandRegion(Region):
         b = lifter.builder
         last = b.const(self.values.keys.shape[1] - 1)
         lifter.bind(T, b.emit("max", b.emit("min", lifter.size(self._place()), last), b.const(0)))
+        lifter.known |= {n: partial(_read_arm, arm) for n, arm in self.arms if n in self.before}
         lifter.known |= dict.fromkeys(self.others, self._read_other)
 
     def _place(self) -> Expr:
@@ -122,4 +149,6 @@ class BandRegion(Region):
         for position, i in enumerate(index):
             if (i == T) != (position == self.anchor.dim) or (K in i.free_symbols):
                 raise refuse(OTHER_AXIS, "the probabilities are spread out along another dimension than the softmax's", self.second)
+        if not any(equal(index[d], self.row) for d in self.hidden_rows):
+            raise refuse(DIAGONALS, "the places that are -inf are counted along another dimension than the queries", self.anchor.output)
         self.first_key = ZERO

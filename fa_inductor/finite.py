@@ -41,7 +41,7 @@ def rule_for_rows(site: AttentionSite, facts: ProgramFacts) -> Literal["eager", 
     finite = finite_among(c.node for c in site.captures)
     if site.cleaned:
         return "zero" if site.post is None or surely_finite(site.post, finite=finite) else None
-    if not site.zeroed or _no_row_is_nan(site, facts) or set(site.zeroed) <= set(_filled(site.program)):
+    if not site.zeroed or no_row_is_nan(site, facts) or set(site.zeroed) <= set(_filled(site.program)):
         return "eager"
     hidden = _chosen(site.program, site.program.result, -math.inf)
     finite_but_hidden = surely_finite(site.program, fill=-math.inf, finite=finite)
@@ -52,7 +52,8 @@ def finite_among(nodes: Iterable[fx.Node]) -> set[int]:
     return {i for i, n in enumerate(nodes) if like_scores(n)}
 
 
-def _no_row_is_nan(site: AttentionSite, facts: ProgramFacts) -> bool:
+def no_row_is_nan(site: AttentionSite, facts: ProgramFacts) -> bool:
+    """Has every row of scores a finite one, and none that is NaN or +inf?"""
     kept = facts.mask is not None and facts.mask.every_row_keeps_a_key
     return surely_finite(site.program, fill=-math.inf if kept else None, finite=finite_among(c.node for c in site.captures))
 
@@ -69,7 +70,7 @@ def check_cleaned(site: AttentionSite, facts: ProgramFacts, trained: bool) -> No
     if not _holds_in_half(site):
         text = "rows of NaN are turned into 0, and the sum of a float16 score and a mask may be -inf, which it is not in float32"
         raise Refused(Refusal(NAN_ROWS, text, node.name, location_of(node)))
-    surely = _no_row_is_nan(site, facts) and all(surely_finite(c.program, finite=finite_among(x.node for x in c.captures)) for c in site.columns)
+    surely = no_row_is_nan(site, facts) and all(surely_finite(c.program, finite=finite_among(x.node for x in c.captures)) for c in site.columns)
     if trained and not surely and (site.columns or not _hidden_by_choice(site)):
         text = "a row that is -inf alone, or NaN, is turned into 0 after the softmax, but its gradient in eager is NaN"
         raise Refused(Refusal(NAN_GRADIENT, text, node.name, location_of(node)))

@@ -17,6 +17,7 @@ from .sizes import definition
 
 if TYPE_CHECKING:
     from .band import Band
+    from .refusal import Refused
 
 
 class GraphContext:
@@ -33,6 +34,8 @@ class GraphContext:
         self.needs_grad: set[fx.Node] = set()
         self.bands: list[Band] = []
         """What ``band`` has proved of softmaxes of this graph."""
+        self.no_bands: dict[object, Refused] = {}
+        """Refusals by the place in the code and the shapes: what cannot be proved of one layer is not tried again for the next."""
         self.writes: list[fx.Node] = []
         self._size_nodes: dict[Expr, Any] = {}
         self.recomputed = outside is not None and grad_enabled

@@ -42,10 +42,26 @@ def correspondence(context: GraphContext, pairs: Iterable[tuple[fx.Node, fx.Node
 def _alike(context: GraphContext, one: fx.Node, other: fx.Node) -> bool:
     if not is_static(one) or not is_static(other):
         return False
-    facts = [
-        (n.op, n in context.needs_grad, context.is_written(n), context.grad_mode.get(n), _value(n), type(n.meta.get("example_value"))) for n in (one, other)
-    ]
+    facts = [(n.op, n in context.needs_grad, context.is_written(n), context.grad_mode.get(n), _value(n), _given(n)) for n in (one, other)]
     return facts[0] == facts[1]
+
+
+def _given(node: fx.Node) -> object:
+    """What an input is: a parameter that trains is taken to be finite."""
+    example = node.meta.get("example_value")
+    return type(example), isinstance(example, torch.Tensor) and example.requires_grad
+
+
+def depends_on_input(node: fx.Node) -> bool:
+    seen, queue = {node}, [node]
+    while queue:
+        node = queue.pop()
+        if node.op != "call_function":
+            return True
+        found = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(found)
+        queue += found
+    return False
 
 
 def _value(node: fx.Node) -> object:

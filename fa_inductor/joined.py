@@ -15,7 +15,7 @@ from itertools import pairwise
 import sympy
 from torch import fx
 
-from .analyse import analyse, with_symbols
+from .analyse import BY_INDEX, analyse, with_symbols
 from .band_region import banded
 from .columns import JOINED, MOST
 from .find import Candidate, is_dropout, score_contractions
@@ -36,10 +36,14 @@ def search(context: GraphContext, candidate: Candidate) -> AttentionSite:
     try:
         return _search(context, candidate)
     except Refused as refused:
+        first = refused
+    try:
         site = banded(context, candidate)
-        if site is not None:
-            return site
-        raise with_symbols(refused, candidate) from None
+    except Refused as refused:
+        raise (first if first.refusal.code not in BY_INDEX else refused) from None
+    if site is None:
+        raise with_symbols(first, candidate)
+    return site
 
 
 def _search(context: GraphContext, candidate: Candidate) -> AttentionSite:

@@ -42,7 +42,7 @@ def _passes(user: fx.Node, name: str) -> bool:
     """Views and elementwise ops hand the layout on; whatever else is not known may show it."""
     if name in ("split", "chunk", "unbind", "split_with_sizes", "getitem", "dropout"):
         return True
-    return name not in ("view_as", "_reshape_alias") and (name in views.RULES or name in pointwise.RULES)
+    return name not in ("view_as", "_reshape_alias", "as_strided") and (name in views.RULES or name in pointwise.RULES)
 
 
 _NEVER_ITS_INPUT = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "group_norm", "batch_norm", "softmax", "log_softmax", "sum", "mean", "var"})

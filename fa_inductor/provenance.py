@@ -88,6 +88,8 @@ class Tracer:
     def __init__(self, context: GraphContext, constants: Constants, known: Views, extents: dict[sympy.Symbol, Expr]) -> None:
         self.context, self.constants, self.views, self.space = context, constants, known, Space(extents)
         self.touched: set[fx.Node] = set()
+        self.arms: dict[fx.Node, object] = {}
+        """Of each choice that was followed the arm that all elements took; None where they went different ways."""
 
     def trace(self, node: fx.Node, index: Index, ids: Tensor) -> list[Fragment]:
         """Fragments that are all of ``ids``, each once; of ops that are not followed an element is its own."""
@@ -167,11 +169,14 @@ class Tracer:
             size = int(extent)
             inside = (at >= start) & (at < start + size)
             own = () if name_of(node) == "stack" else (Place(ZERO, at - start),)
-            found += self._part(tensor, (*index[:dim], *own, *index[dim + 1 :]), ids, inside)
+            found += self._part(node, tensor, (*index[:dim], *own, *index[dim + 1 :]), ids, inside)
             start += size
         return found
 
-    def _part(self, node: fx.Node, index: Index, ids: Tensor, chosen: Tensor) -> list[Fragment]:
+    def _part(self, whole: fx.Node, node: fx.Node, index: Index, ids: Tensor, chosen: Tensor) -> list[Fragment]:
+        """Of ``whole`` the elements that are those of ``node``."""
+        if node in self.context.needs_grad and whole not in self.context.needs_grad:
+            raise Untold  # a gradient ends here
         if not bool(chosen.any()):
             return []
         return self.trace(node, index, ids) if bool(chosen.all()) else self.trace(node, tuple(p.only(chosen) for p in index), ids[chosen])
@@ -186,11 +191,11 @@ class Tracer:
             return None
         size, start = 1 if selects else int(source.meta["val"].shape[dim]), int(begin)
         if start == 0 and size == shape[dim] and not selects:
-            return self.trace(source, index, ids)
+            return self._part(node, source, index, ids, torch.ones_like(ids, dtype=torch.bool))
         at = index[dim].listed(ids)
         inside = (at >= start) & (at < start + size)
         own = () if selects else (Place(ZERO, at - start),)
-        return [*self._part(source, (*index[:dim], *own, *index[dim + 1 :]), ids, inside), *self._part(base, index, ids, ~inside)]
+        return [*self._part(node, source, (*index[:dim], *own, *index[dim + 1 :]), ids, inside), *self._part(node, base, index, ids, ~inside)]
 
     def _pad(self, node: fx.Node, index: Index, ids: Tensor) -> list[Fragment] | None:
         padding = overwrites.padding(node)
@@ -205,15 +210,17 @@ class Tracer:
             at = place.listed(ids) - int(left)
             inside &= (at >= 0) & (at < int(size))
             places.append(Place(ZERO, at))
-        return [*self._part(source, tuple(places), ids, inside), Fragment(ids[~inside], None, value=_rounded(number, node))]
+        return [*self._part(node, source, tuple(places), ids, inside), Fragment(ids[~inside], None, value=_rounded(number, node))]
 
     def _choice(self, condition: object, x: object, y: object, node: fx.Node, index: Index, ids: Tensor) -> list[Fragment] | None:
-        chosen = self._known(condition, broadcast(index, condition), ids) if isinstance(condition, fx.Node) else None
+        chosen = self.known(condition, broadcast(index, condition), ids) if isinstance(condition, fx.Node) else None
         if chosen is None:
             return None
+        arm = x if bool(chosen.all()) else y if not bool(chosen.any()) else None
+        self.arms[node] = arm if self.arms.get(node, arm) is arm else None
         return [*self._arm(x, node, index, ids, chosen), *self._arm(y, node, index, ids, ~chosen)]
 
-    def _known(self, node: fx.Node, index: Index, ids: Tensor) -> Tensor | None:
+    def known(self, node: fx.Node, index: Index, ids: Tensor) -> Tensor | None:
         """Is ``node`` other than 0, of each element? None where that depends on an input."""
         order = places_of(ids)
         result = torch.empty(ids.shape, dtype=torch.bool)
@@ -221,7 +228,7 @@ class Tracer:
             found = torch.tensor(bool(f.value)) if f.node is None else None
             if f.node is not None and name_of(f.node) in ("to", "_to_copy", "type_as", "float", "bool"):
                 source = f.node.args[0]
-                found = self._known(source, f.index, f.ids) if isinstance(source, fx.Node) else None
+                found = self.known(source, f.index, f.ids) if isinstance(source, fx.Node) else None
             elif f.node is not None:
                 held = self.constants.of(f.node)
                 found = None if held is None else held.bool()[tuple(0 if size == 1 else p.listed(f.ids) for p, size in zip(f.index, held.shape, strict=True))]
@@ -235,7 +242,7 @@ class Tracer:
             return [Fragment(ids[chosen], None, value=_rounded(x, node))]
         if not isinstance(x, fx.Node):
             raise Untold
-        return self._part(x, broadcast(index, x), ids, chosen)
+        return self._part(node, x, broadcast(index, x), ids, chosen)
 
 
 def is_static(node: fx.Node) -> bool:

@@ -73,18 +73,19 @@ def sliding(
     k: Tensor,
     v: Tensor,
     before=lambda s: s,
+    hiding=lambda s: s.masked_fill(outside(s, W), -math.inf),
     between=lambda s: s,
     after=lambda p: p,
-    fill=-math.inf,
+    spreading=spread,
     pairs=pairs_by_joining,
     threes=threes_by_joining,
-):
+) -> Tensor:
+    """Each step of an attention by diagonals may be another one."""
     b, h, length, d = q.shape
     q, k, v = (x.flatten(0, 1) for x in (q / math.sqrt(d), k, v))
-    scores = before(diagonals(q, k, W, pairs))
-    scores = scores.masked_fill(outside(scores, W), fill)
+    scores = hiding(before(diagonals(q, k, W, pairs)))
     p = after(between(scores.view(b, h, length, -1)).softmax(-1)).flatten(0, 1)
-    return (spread(p, W) @ threes(v, W)).view(b, h, length, d)
+    return (spreading(p, W) @ threes(v, W)).view(b, h, length, d)
 
 
 def plain(q, k, v):
@@ -151,11 +152,11 @@ def test_programs() -> None:
 
 
 def edges_not_hidden(q, k, v):
-    return sliding(q, k, v, fill=0.0)
+    return sliding(q, k, v, hiding=lambda s: s.masked_fill(outside(s, W), 0.0))
 
 
 def edges_hidden_by_a_number(q, k, v):
-    return sliding(q, k, v, fill=-1e9)
+    return sliding(q, k, v, hiding=lambda s: s.masked_fill(outside(s, W), -1e9))
 
 
 def given_bias(q, k, v, bias):
@@ -182,26 +183,145 @@ def keys_of_the_first_block_twice(q, k, v):
     return sliding(q, k, v, pairs=wrong)
 
 
-@pytest.mark.parametrize(
-    ("form", "code"),
-    [
-        (edges_not_hidden, "softmax_axis"),
-        (edges_hidden_by_a_number, "softmax_axis"),
-        (values_shifted, "softmax_axis"),
-        (one_diagonal_twice, "scores_reindexed"),
-        (keys_of_the_first_block_twice, "softmax_axis"),
-    ],
-)
-def test_what_is_no_window_is_refused(form, code: str) -> None:
+def spread_with_ones(p: Tensor, w: int) -> Tensor:
+    return F.pad(p.unflatten(1, (-1, w)), (0, w), value=1.0).flatten(-2)[..., :-w].unflatten(-1, (w, 3 * w))
+
+
+def spread_by_ones(q, k, v):
+    """What lies between the probabilities counts too."""
+    return sliding(q, k, v, spreading=spread_with_ones)
+
+
+def ones_where_no_key_is(q, k, v):
+    return sliding(q, k, v, after=lambda p: p.masked_fill(outside(p.flatten(0, 1), W), 1.0))
+
+
+def windows_without_gradient(q, k, v):
+    def cut(x: Tensor, w: int) -> Tensor:
+        with torch.no_grad():
+            return threes_by_joining(x, w)
+
+    return sliding(q, k, k + v * 0, threes=cut)
+
+
+def a_third_of_the_windows_without_gradient(q, k, v):
+    def cut(x: Tensor, w: int) -> Tensor:
+        x = F.pad(x, (0, 0, w, w))
+        blocks = x.unflatten(1, (-1, w))
+        with torch.no_grad():
+            first = F.pad(x, (0, 0, 0, w))
+        return torch.cat([first.unflatten(1, (-1, w))[:, :-3], blocks[:, 1:-1], blocks[:, 2:]], 2)
+
+    return sliding(q, k, v, threes=cut)
+
+
+MISSES = [
+    edges_not_hidden, edges_hidden_by_a_number, values_shifted, one_diagonal_twice, keys_of_the_first_block_twice,
+    spread_by_ones, ones_where_no_key_is, windows_without_gradient, a_third_of_the_windows_without_gradient,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", MISSES)
+def test_what_is_no_window_is_refused(form) -> None:
     inputs = qkv()
     result, (site,) = sites_of(form, *inputs)
-    assert site.refusal is not None and site.refusal.code == code, site
-    torch.testing.assert_close(result, form(*inputs))
+    assert site.refusal is not None and site.refusal.code == "diagonals", site
+    expected = form(*inputs)
+    torch.testing.assert_close(result, expected)
+    for ours, eager in zip(torch.autograd.grad(result.sum(), inputs, allow_unused=True), torch.autograd.grad(expected.sum(), inputs, allow_unused=True)):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_corners_hidden_by_the_head_instead_of_the_query() -> None:
+    """As many heads as queries: the mask has the right shape."""
+    q, k, v = (torch.randn(2, 8, 8, 8) for _ in range(3))
+
+    def function(q, k, v):
+        def between(s):
+            return s.masked_fill(outside(s.flatten(0, 1), W)[:, None, :], -math.inf)
+
+        return sliding(q, k, v, between=between, hiding=lambda s: s)
+
+    result, (site,) = sites_of(function, q, k, v)
+    assert site.refusal is not None and site.refusal.code == "diagonals", site
+    torch.testing.assert_close(result, function(q, k, v))
+
+
+def test_an_equal_layer_of_other_constants() -> None:
+    """What the keys of the first layer hold hides its corners, what those of the second hold hides nothing."""
+
+    def layer(q, v, keys):
+        s = diagonals(q, keys.expand(q.shape), W)
+        s = s.masked_fill(outside(s, W) & (keys[:, :1] >= 0), -math.inf)
+        return spread(s.softmax(-1), W) @ threes_by_joining(v, W)
+
+    def function(q, v):
+        r = torch.arange(LENGTH * D).view(LENGTH, D) * 0.001
+        return layer(q, v, r.cos()) + layer(q, v, (r + 3).cos())
+
+    q, v = rand(4, LENGTH, D), rand(4, LENGTH, D)
+    result, sites = sites_of(function, q, v)
+    assert not sites[1].fused, sites
+    torch.testing.assert_close(result, function(q, v))
+
+
+def test_an_equal_layer_whose_bias_is_not_finite() -> None:
+    trained, frozen = table(), torch.nn.Parameter(rand(H, 2 * W + 1).detach(), requires_grad=False)
+    frozen.data[:, 0] = math.inf
+    q, k, v = (x.detach() for x in qkv())
+
+    def function(q, k, v, trained, frozen):
+        return learned_by_distance(q, k, v, trained) + learned_by_distance(q, k, v, frozen)
+
+    with torch.no_grad():
+        result, sites = sites_of(function, q, k, v, trained, frozen)
+        assert [s.fused for s in sites] == [True, False], sites
+        torch.testing.assert_close(result, function(q, k, v, trained, frozen), equal_nan=True)
+
+
+def edges_and_padding_in_one_mask(q, k, v, mask):
+    return sliding(q, k, v, hiding=lambda s: s.masked_fill(outside(s, W) | ~mask.repeat_interleave(H, 0)[:, :, None], -math.inf))
+
+
+def hidden_again(q, k, v, mask):
+    return sliding(q, k, v, between=lambda s: s.masked_fill(~mask[:, None, :, None], -math.inf))
+
+
+def padding_added(q, k, v, mask):
+    return sliding(q, k, v, between=lambda s: s + torch.where(mask, 0.0, -1e9)[:, None, :, None])
+
+
+def test_padding_by_a_number() -> None:
+    check(padding_added, [*qkv(), padding()])
+
+
+@pytest.mark.parametrize("form", [edges_and_padding_in_one_mask, hidden_again])
+def test_rows_that_are_hidden_as_a_whole(form) -> None:
+    """Their NaN reaches the gradients of the window's keys alone, in a fused kernel those of all keys: fused without gradients only."""
+    inputs = [*qkv(), padding()]
+    with torch.no_grad():
+        result, (site,) = sites_of(form, *inputs)
+    assert site.fused, site
+    torch.testing.assert_close(result, form(*inputs), equal_nan=True)
+    result, (site,) = sites_of(form, *inputs)
+    assert site.refusal is not None and site.refusal.code == "diagonals" and "NaN" in site.refusal.text, site
+    torch.testing.assert_close(result, form(*inputs), equal_nan=True)
+
+
+def test_too_many_places_are_named() -> None:
+    """No list is made of more than 2**24."""
+    q, k, v = (torch.randn(1, 1, 1 << 14, 2) for _ in range(3))
+    from fa_inductor import band_proof
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(band_proof, "MOST_PLACES", 1 << 14)
+        _, (site,) = sites_of(plain, q, k, v)
+    assert site.refusal is not None and site.refusal.code == "diagonals" and "too many" in site.refusal.text, site
 
 
 def test_a_bias_that_may_be_infinite_is_refused() -> None:
     _, (site,) = sites_of(given_bias, *qkv(), torch.randn(B, H, LENGTH, 2 * W + 1))
-    assert site.refusal is not None and site.refusal.code == "softmax_axis" and "-inf" in site.refusal.text
+    assert site.refusal is not None and site.refusal.code == "diagonals" and "-inf" in site.refusal.text
 
 
 def test_what_is_proved_of_one_layer_is_not_taken_for_granted_of_another() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -62,6 +63,33 @@ def test_a_refused_softmax_is_eagers(function: Callable[..., Tensor], dtype: tor
     if train:
         for a, b in zip(torch.autograd.grad(ours.sin().sum(), mine), torch.autograd.grad(eager.sin().sum(), theirs)):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def stridden(o: Tensor) -> Tensor:
+    return o.as_strided((2, 3, 8, 4), (96, 32, 4, 1))
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda o: stridden(o) @ torch.eye(4),
+        lambda o: F.layer_norm(stridden(o), (4,)),
+        lambda o: o.contiguous().as_strided((2, 7, 2, 3, 4), (96, 12, 12, 4, 1)).sum(-2),
+    ],
+    ids=["matmul", "layer_norm", "overlapping"],
+)
+def test_a_fused_output_read_by_its_place_in_memory(after: Callable[[Tensor], Tensor]) -> None:
+    """It must be where eager would have put it."""
+    torch._dynamo.reset()
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return after((q @ k.mT).softmax(-1) @ v)
+
+    inputs = [torch.randn(2, 8, 3, 4) for _ in range(3)]
+    before = fa_inductor.counters()["rewritten"]
+    torch.testing.assert_close(torch.compile(function, backend="flashattn")(*inputs), function(*inputs))
+    assert fa_inductor.counters()["rewritten"] == before + 1
 
 
 def test_a_softmax_by_hand_in_a_branch_is_reported_and_eagers() -> None:

@@ -456,7 +456,7 @@ def any_mask(s, m):
 @spelling(
     """
     where(c0[b, q] == c0[b, k], s, -inf)
-    mask
+    documents
     rest; rows see a key; replace -inf; skip above -inf
     """,
     lambda: [torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 2, 2]])],

@@ -11,6 +11,7 @@ import test_columns  # noqa: F401
 import test_deferred  # noqa: F401
 import test_forms
 import test_joined  # noqa: F401
+import test_masks  # noqa: F401
 import test_overwrites  # noqa: F401
 import torch
 import torch.nn.functional as F

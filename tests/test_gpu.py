@@ -41,7 +41,15 @@ def on_the_gpu():
 
 
 def cast(inputs: list[object], dtype: torch.dtype) -> list[object]:
-    return [x.detach().to(dtype).requires_grad_(x.requires_grad) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+    """Floats in ``dtype``; a parameter stays one."""
+
+    def one(x: object) -> object:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        found = x.detach().to(dtype)
+        return torch.nn.Parameter(found, x.requires_grad) if isinstance(x, torch.nn.Parameter) else found.requires_grad_(x.requires_grad)
+
+    return [one(x) for x in inputs]
 
 
 def form(name: str, dtype: torch.dtype) -> tuple[Callable[..., Any], list[object]]:

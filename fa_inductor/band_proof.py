@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import sympy
 import torch
@@ -12,16 +11,16 @@ from torch.utils._sympy.functions import FloorDiv
 
 from . import digits as D
 from .band import ROW, Band, Scores, T, Template, Values
+from .certain import Certain
 from .constants import Constants
 from .find import Candidate, score_contractions
-from .finite import like_scores
 from .graph import GraphContext
 from .index import ZERO, Expr
 from .lift import refuse
 from .patterns import joins, overwrites, pointwise, views
 from .patterns.contraction import describe, is_contraction
 from .patterns.views import name_of
-from .provenance import Fragment, Index, Place, Tracer, Untold, Views, broadcast, grid, is_static, only_moving, places_of
+from .provenance import Fragment, Index, Place, Tracer, Untold, Views, broadcast, grid, is_static, only_moving
 from .refusal import declare
 from .region import DIM, K
 
@@ -97,19 +96,19 @@ class _Finder:
         numbers = [{f.value for f in sides[after.index(of_softmax)] if f.node is None} for of_softmax in (True, False)]
         if numbers[0] - {0.0} or not all(map(math.isfinite, numbers[1])):
             raise Untold  # a probability that is another number than 0, or 0 times infinity
-        return self._paired(second, result, row, symbols, rows, probabilities, values, places, tracer)
+        self.touched |= tracer.touched
+        read, keys, n_keys = self._pairs(rows, probabilities, values, int(shape[row]), places)
+        return Values(second, result, row, symbols, *read, keys, n_keys, _offset(keys, n_keys))
 
-    def _paired(
-        self, second: fx.Node, result: fx.Node, row: int, symbols: tuple[sympy.Symbol, ...], rows: Tensor, p: Fragment, v: Fragment, places: int, tracer: Tracer
-    ) -> Values:
-        """Which key each place of the probabilities is multiplied with."""
+    def _pairs(self, rows: Tensor, p: Fragment, v: Fragment, n_rows: int, places: int) -> tuple[tuple[Template, Template], Tensor, int]:
+        """How probabilities and values are read, which key each place of the probabilities is multiplied with, and how many keys there are."""
         assert p.node is not None and v.node is not None
         key_dim, moving = only_moving(v.index), [d for d, place in enumerate(p.index) if place.at is not None]
         own = [d for d in moving if torch.equal(p.index[d].listed(p.ids), rows[p.ids])]
         if key_dim is None or len(moving) != 2 or not own:
             raise Untold
         t_dim = next(d for d in moving if d != own[0])
-        n_rows, n_keys = int(result.meta["val"].shape[row]), int(v.node.meta["val"].shape[key_dim])
+        n_keys = int(v.node.meta["val"].shape[key_dim])
         if int(p.node.meta["val"].shape[t_dim]) != places or int(p.node.meta["val"].shape[own[0]]) != n_rows:
             raise Untold
         place = p.index[own[0]].listed(p.ids) * places + p.index[t_dim].listed(p.ids)
@@ -119,10 +118,7 @@ class _Finder:
         slots[v.ids] = v.index[key_dim].listed(v.ids)
         keys = torch.full((n_rows * places,), -1)
         keys[place] = slots[p.ids]
-        keys = keys.view(n_rows, places)
-        self.touched |= tracer.touched
-        probabilities, read = _template(p, {own[0]: ROW, t_dim: T}), _template(v, {key_dim: K})
-        return Values(second, result, row, symbols, probabilities, read, keys, n_keys, _offset(keys, n_keys))
+        return (_template(p, {own[0]: ROW, t_dim: T}), _template(v, {key_dim: K})), keys.view(n_rows, places), n_keys
 
     def _made_of_softmax(self, node: fx.Node) -> bool:
         seen, queue = {node}, [node]
@@ -161,7 +157,7 @@ class _Finder:
 
     def _paired_scores(self, node: fx.Node, row: int, t: int, values: Values) -> Scores:
         shape = node.meta["val"].shape
-        ids = (values.keys.flatten() >= 0).nonzero().flatten()  # what the other places hold is for ``check_hidden`` to say
+        ids = (values.keys.flatten() >= 0).nonzero().flatten()  # what the other places hold is for ``hidden_rows`` to say
         rows, places = (x[ids] for x in grid(*values.keys.shape))
         symbols, index, tracer = self._tracer(shape, {len(shape) + row: rows, len(shape) + t: places})
         fragments = tracer.trace(node, index, ids)
@@ -241,77 +237,6 @@ class _Finder:
                         queue += [(n, broadcast(f.index, n), f.ids) for n in f.node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
             found |= {n: arm if found.get(n, arm) is arm else None for n, arm in tracer.arms.items()}
         return tuple((n, arm) for n, arm in found.items() if isinstance(arm, fx.Node))
-
-
-class Certain:
-    """What elements hold whatever the inputs are: -inf, or 0 for what is no NaN and not +inf; NaN where nothing is known."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = tracer
-
-    def value(self, node: fx.Node, index: Index, ids: Tensor) -> Tensor:
-        result, order = torch.full(ids.shape, math.nan, dtype=torch.float64), places_of(ids)
-        for f in self.tracer.trace(node, index, ids):
-            result[order[f.ids]] = self._of(f)
-        return result
-
-    def _of(self, f: Fragment) -> Tensor:
-        unknown = torch.full(f.ids.shape, math.nan, dtype=torch.float64)
-        if f.node is None:
-            return self._number(f.value, f.ids)
-        name, args = name_of(f.node), f.node.args
-        if name in ("to", "_to_copy", "type_as", "clone", "contiguous"):
-            return self._operand(args[0], f)
-        if name == "where" and len(args) == 3:
-            return self._either(args[0], args[1], args[2], f)
-        if name == "masked_fill":
-            return self._either(args[1], args[2], args[0], f)
-        if name == "add" and not f.node.kwargs:
-            return self._operand(args[0], f) + self._operand(args[1], f)
-        if name in ("mul", "div") and isinstance(args[1], (int, float)) and args[1] > 0:
-            return self._operand(args[0], f)
-        return torch.zeros_like(unknown) if like_scores(f.node) else unknown
-
-    def _number(self, value: float, ids: Tensor) -> Tensor:
-        """Numbers up to 1e30 may be added up without becoming infinite."""
-        known = value if value == -math.inf else 0.0 if value <= 1e30 else math.nan
-        return torch.full(ids.shape, known, dtype=torch.float64)
-
-    def _operand(self, x: object, f: Fragment) -> Tensor:
-        if isinstance(x, fx.Node):
-            return self.value(x, broadcast(f.index, x), f.ids)
-        return self._number(float(x), f.ids)  # type: ignore[arg-type]
-
-    def _either(self, condition: object, x: object, y: object, f: Fragment) -> Tensor:
-        """A choice of which the condition may be known at some places."""
-        assert isinstance(condition, fx.Node)
-        may, must = self._truth(condition, broadcast(f.index, condition), f.ids)
-        one, other = self._operand(x, f), self._operand(y, f)
-        both = torch.where(one == other, one, torch.where(one.isnan() | other.isnan(), math.nan, 0.0))
-        return torch.where(must, one, torch.where(may, both, other))
-
-    def _truth(self, node: fx.Node, index: Index, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """May a condition hold, and must it?"""
-        known = self.tracer.known(node, index, ids)
-        if known is not None:
-            return known, known
-        may, must, order = torch.ones(ids.shape, dtype=torch.bool), torch.zeros(ids.shape, dtype=torch.bool), places_of(ids)
-        for f in self.tracer.trace(node, index, ids):
-            parts = [a for a in f.node.args if isinstance(a, fx.Node)] if f.node is not None and name_of(f.node) in _LOGIC else []
-            if f.node is None or not parts or any(p.meta["val"].dtype != torch.bool for p in parts):
-                continue
-            found = [self._truth(p, broadcast(f.index, p), f.ids) for p in parts]
-            at = order[f.ids]
-            may[at], must[at] = _LOGIC[name_of(f.node)](*zip(*found, strict=True))
-        return may, must
-
-
-Pair = tuple[Tensor, ...]
-_LOGIC: dict[str, Callable[[Pair, Pair], tuple[Tensor, Tensor]]] = {
-    **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), lambda may, must: (may[0] | may[1], must[0] | must[1])),
-    **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), lambda may, must: (may[0] & may[1], must[0] & must[1])),
-    **dict.fromkeys(("logical_not", "bitwise_not"), lambda may, must: (~must[0], ~may[0])),
-}
 
 
 def _symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:

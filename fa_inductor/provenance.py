@@ -187,7 +187,7 @@ class Tracer:
         shape = shape_of(base.meta["val"])
         dim, selects = int(argument(node, 2, "dim", 0)) % len(shape), name_of(node) == "select_scatter"
         begin = overwrites.bound(argument(node, 3, "index" if selects else "start"), ZERO, shape[dim])
-        if begin is None or not begin.is_Integer or (not selects and argument(node, 5, "step", 1) != 1):
+        if begin is None or not begin.is_Integer or views.overlaps(base) or (not selects and argument(node, 5, "step", 1) != 1):
             return None
         size, start = 1 if selects else int(source.meta["val"].shape[dim]), int(begin)
         if start == 0 and size == shape[dim] and not selects:

@@ -20,7 +20,7 @@ from fa_inductor.program import ProgramBuilder
 from fa_inductor.program.choice import choose
 
 from .joins import Arm, clamped
-from .views import argument, name_of
+from .views import argument, name_of, overlaps
 
 NAMES = frozenset({"select_scatter", "slice_scatter", "diagonal_scatter", "index_put", "pad", "constant_pad_nd", "fill"})
 
@@ -41,7 +41,8 @@ class Reader(Protocol):
 def accepts(node: fx.Node) -> bool:
     """Is it of a form that ``read`` has a rule for?"""
     name = name_of(node)
-    if not node.meta["val"].dtype.is_floating_point:
+    base = node.args[0]
+    if not node.meta["val"].dtype.is_floating_point or (name.endswith(("_scatter", "_put")) and isinstance(base, fx.Node) and overlaps(base)):
         return False
     if name == "index_put":
         return _mask_of(node) is not None

@@ -71,6 +71,18 @@ def cut_dimension(node: fx.Node) -> int | None:
     return _dim(dim, source.meta["val"].dim())
 
 
+def overlaps(node: fx.Node) -> bool:
+    """May two elements share a place in memory, otherwise than by expansion? PyTorch's copies keep that, so that a write to one shows in the other."""
+    value = node.meta["val"]
+    moves = sorted((stride, size) for stride, size in zip(value.stride(), value.shape) if isinstance(stride, int) and isinstance(size, int) and size > 1)
+    reach = 0
+    for stride, size in moves:
+        if 0 < stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 def is_view(node: fx.Node) -> bool:
     return name_of(node) in RULES
 

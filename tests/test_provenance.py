@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fa_inductor.constants import Constants
 from fa_inductor.graph import GraphContext
 from fa_inductor.index import ZERO
+from fa_inductor.patterns import overwrites
 from fa_inductor.provenance import Place, Tracer, Views, grid
 
 Op = Callable[[Tensor], Tensor]
@@ -26,7 +27,8 @@ def rows_of_another_length(x: Tensor) -> Tensor:
 
 def overlapping(x: Tensor) -> Tensor:
     x = x.contiguous()
-    return x.as_strided((x.shape[0], x.shape[1] - 1, 2 * x.shape[2]), (x.stride(0), x.stride(1), x.stride(2)))
+    chunks = x.as_strided((x.shape[0], x.shape[1] - 1, 2 * x.shape[2]), (x.stride(0), x.stride(1), x.stride(2)))
+    return chunks.clone(memory_format=torch.contiguous_format)
 
 
 def strided_columns(x: Tensor) -> Tensor:
@@ -101,6 +103,22 @@ def test_every_element_is_found(ops: list[Op], shape: tuple[int, int, int]) -> N
             found[f.ids] = source[tuple(p.listed(f.ids) for p in f.index)]
     assert (times == 1).all()
     assert torch.equal(found.view(expected.shape), expected)
+
+
+def test_writes_to_overlapping_memory_are_not_followed() -> None:
+    """PyTorch copies the tensor with its strides: what is written to the first row shows in the second."""
+
+    def function(x: Tensor) -> Tensor:
+        return torch.select_scatter(x.as_strided((2, 4), (2, 1)), torch.full_like(x[:4], -1.0), 0, 0)
+
+    source = torch.arange(6.0)
+    assert function(source)[1, 0] == -1.0
+    gm = make_fx(torch.func.functionalize(function), tracing_mode="fake")(source)
+    (scatter,) = (n for n in gm.graph.nodes if n.op == "call_function" and "select_scatter" in str(n.target))
+    assert not overwrites.accepts(scatter)
+    context = GraphContext(gm, grad_enabled=False)
+    (fragment,) = Tracer(context, Constants(context), Views(), {}).trace(scatter, tuple(Place(ZERO, p) for p in grid(2, 4)), torch.arange(8))
+    assert fragment.node is scatter
 
 
 @pytest.mark.parametrize("op", OPS)

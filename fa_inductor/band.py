@@ -20,6 +20,7 @@ from .index import Expr, Space, equal
 from .isomorphism import depends_on_input
 from .lift import refuse
 from .patterns.softmax import Softmax
+from .provenance import grid
 from .region import OTHER_AXIS
 
 T, ROW = D.symbol("t"), D.symbol("row")
@@ -56,6 +57,12 @@ class Values:
     n_keys: int
     offset: Expr
     """``t - k`` in terms of ``ROW``."""
+
+    def listed(self, with_key: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The numbers, rows and t of the places that have a key, or of those that have none."""
+        ids = ((self.keys.flatten() >= 0) == with_key).nonzero().flatten()
+        rows, places = (x[ids] for x in grid(*self.keys.shape))
+        return ids, rows, places
 
     def of(self, names: dict[fx.Node, fx.Node]) -> Values:
         nodes = {"second": names[self.second], "result": names[self.result]}

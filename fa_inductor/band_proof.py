@@ -13,14 +13,14 @@ from . import digits as D
 from .band import ROW, Band, Scores, T, Template, Values
 from .certain import Certain
 from .constants import Constants
-from .find import Candidate, score_contractions
+from .find import Candidate, reachable, score_contractions
 from .graph import GraphContext
 from .index import ZERO, Expr
 from .lift import refuse
 from .patterns import joins, overwrites, pointwise, views
-from .patterns.contraction import describe, is_contraction
-from .patterns.views import name_of
-from .provenance import Fragment, Index, Place, Tracer, Untold, Views, broadcast, grid, is_static, only_moving
+from .patterns.contraction import Contraction, describe, is_contraction
+from .patterns.views import is_static, name_of
+from .provenance import Fragment, Index, Place, Tracer, Untold, Views, broadcast, grid, only_moving
 from .refusal import declare
 from .region import DIM, K
 
@@ -33,15 +33,16 @@ MOST_PLACES = 1 << 24
 _MOVES = frozenset({*views.RULES, *joins.NAMES, *overwrites.NAMES})
 
 
-def prove(context: GraphContext, candidate: Candidate) -> Band | None:
+def prove(context: GraphContext, candidate: Candidate) -> Band:
+    """Raises Refused where the softmax does not run over diagonals, or that is not certain."""
     finder, anchor = _Finder(context, candidate), candidate.anchor
     values = finder.values(candidate.contractions[0])
-    if values is None or ROW not in values.offset.free_symbols:
-        return None
-    scores, found = finder.scores(values), score_contractions(anchor.input)[0]
+    scores = finder.scores(values) if values is not None and ROW in values.offset.free_symbols else []
+    found = score_contractions(anchor.input)[0]
     first = next((s for s in scores if s.product in found and s.lhs.node is not None and s.rhs.node is not None), None)
-    if first is None:
-        return None
+    if values is None or first is None:
+        text = "the probabilities are copied to other places before the product with the values, and it is not seen that these are windows of keys"
+        raise refuse(DIAGONALS, text, candidate.contractions[0])
     rows = finder.hidden_rows(values)
     arms = finder.arms(values, rows)
     return Band(anchor, values, first, tuple(s for s in scores if s is not first), rows, arms, frozenset(finder.touched))
@@ -54,6 +55,8 @@ class _Finder:
         self.context, self.anchor = context, candidate.anchor
         self.constants, self.views = Constants(context), Views()
         self.touched: set[fx.Node] = set()
+        last = context.order[candidate.contractions[0]]
+        self.after = reachable(self.anchor.output, last, context.order, {n for n in context.order if is_contraction(n)})
 
     def values(self, second: fx.Node) -> Values | None:
         """From the product, or what it is reshaped to, for the first dimension that may be the softmax's rows."""
@@ -88,8 +91,8 @@ class _Finder:
         if top.node is not second:
             raise Untold
         at = {**dict(zip(_symbols(second), top.index, strict=True)), DIM: Place(ZERO, sums)}
-        sides = [tracer.trace(n, tuple(tracer.at(i, at) for i in x), ids) for n, x in ((summed.lhs, summed.lhs_index), (summed.rhs, summed.rhs_index))]
-        after = [any(f.node is not None and self._made_of_softmax(f.node) for f in side) for side in sides]
+        sides = [tracer.trace(n, tuple(tracer.at(i, at) for i in x), ids) for n, x in _operands(summed)]
+        after = [any(f.node in self.after for f in side) for side in sides]
         if after.count(True) != 1:
             raise Untold
         probabilities, values = _single(sides[after.index(True)]), _single(sides[after.index(False)])
@@ -120,17 +123,6 @@ class _Finder:
         keys[place] = slots[p.ids]
         return (_template(p, {own[0]: ROW, t_dim: T}), _template(v, {key_dim: K})), keys.view(n_rows, places), n_keys
 
-    def _made_of_softmax(self, node: fx.Node) -> bool:
-        seen, queue = {node}, [node]
-        while queue:
-            node = queue.pop()
-            if node is self.anchor.output:
-                return True
-            found = [n for n in node.all_input_nodes if n not in seen and not is_contraction(n)]
-            seen.update(found)
-            queue += found
-        return False
-
     def scores(self, values: Values) -> list[Scores]:
         """The tensors by diagonals that the softmax's input is made of through elementwise ops."""
         found, seen, queue = list[Scores](), {self.anchor.input}, [self.anchor.input]
@@ -157,8 +149,7 @@ class _Finder:
 
     def _paired_scores(self, node: fx.Node, row: int, t: int, values: Values) -> Scores:
         shape = node.meta["val"].shape
-        ids = (values.keys.flatten() >= 0).nonzero().flatten()  # what the other places hold is for ``hidden_rows`` to say
-        rows, places = (x[ids] for x in grid(*values.keys.shape))
+        ids, rows, places = values.listed(with_key=True)  # what the other places hold is for ``hidden_rows`` to say
         symbols, index, tracer = self._tracer(shape, {len(shape) + row: rows, len(shape) + t: places})
         fragments = tracer.trace(node, index, ids)
         product = fragments[0].node
@@ -169,7 +160,7 @@ class _Finder:
         sides: list[list[Fragment]] = [[], []]
         for f in fragments:
             at = dict(zip(_symbols(product), f.index, strict=True))
-            for side, (n, x) in zip(sides, ((summed.lhs, summed.lhs_index), (summed.rhs, summed.rhs_index)), strict=True):
+            for side, (n, x) in zip(sides, _operands(summed), strict=True):
                 side += tracer.trace(n, tuple(tracer.at(i, at) for i in x), f.ids)
         self.touched |= tracer.touched | {product}
         lhs, rhs = (self._operand(side, values) for side in sides)
@@ -201,8 +192,7 @@ class _Finder:
     def hidden_rows(self, values: Values) -> frozenset[int]:
         """The dimensions that may count the rows for all places without a key to hold -inf in the softmax's input."""
         shape, dim = self.anchor.input.meta["val"].shape, self.anchor.dim
-        ids = (values.keys.flatten() < 0).nonzero().flatten()
-        rows, places = (x[ids] for x in grid(*values.keys.shape))
+        ids, rows, places = values.listed(with_key=False)
         found = set()
         for row in (d for d in range(len(shape)) if d != dim and shape[d] == values.keys.shape[0]):
             _, index, tracer = self._tracer(shape, {row: rows, dim: places})
@@ -221,8 +211,7 @@ class _Finder:
     def arms(self, values: Values, rows_at: frozenset[int]) -> tuple[tuple[fx.Node, fx.Node], ...]:
         """The choices above the scores that are none where there is a key, such as what hides the corners."""
         shape, dim = self.anchor.input.meta["val"].shape, self.anchor.dim
-        ids = (values.keys.flatten() >= 0).nonzero().flatten()
-        rows, places = (x[ids] for x in grid(*values.keys.shape))
+        ids, rows, places = values.listed(with_key=True)
         found: dict[fx.Node, object] = {}
         for row in rows_at:
             _, index, tracer = self._tracer(shape, {row: rows, dim: places})
@@ -241,6 +230,10 @@ class _Finder:
 
 def _symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
     return tuple(D.symbol(f"z{d}") for d in range(node.meta["val"].dim()))
+
+
+def _operands(summed: Contraction) -> tuple[tuple[fx.Node, tuple[Expr, ...]], ...]:
+    return (summed.lhs, summed.lhs_index), (summed.rhs, summed.rhs_index)
 
 
 def _single(fragments: list[Fragment]) -> Fragment:

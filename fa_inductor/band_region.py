@@ -21,8 +21,7 @@ from .lift import Lifter, refuse
 from .location import location_of
 from .patterns import joins, overwrites
 from .patterns.contraction import Contraction
-from .patterns.views import name_of
-from .provenance import is_static
+from .patterns.views import is_static, name_of
 from .recognise import recognise_site
 from .refusal import Refused
 from .region import DIM, OTHER_AXIS, K, Region
@@ -47,10 +46,6 @@ def banded(context: GraphContext, candidate: Candidate) -> AttentionSite | None:
     except Refused as refused:
         context.no_bands[alike] = refused
         raise
-    if band is None:
-        text = "the probabilities are copied to other places before the product with the values, and it is not seen that these are windows of keys"
-        context.no_bands[alike] = refuse(DIAGONALS, text, candidate.contractions[0])
-        raise context.no_bands[alike]
     context.bands.append(band)
     return BandRegion(context, candidate, band).site()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from .finite import like_scores
+from .patterns.batch_slices import MAP_CASTS
 from .patterns.views import name_of
 from .provenance import Fragment, Index, Tracer, broadcast, places_of
 
@@ -30,7 +31,9 @@ class Certain:
         if f.node is None:
             return self._number(f.value, f.ids)
         name, args = name_of(f.node), f.node.args
-        if name in ("to", "_to_copy", "type_as", "clone", "contiguous"):
+        if self.tracer.context.is_written(f.node):
+            return unknown
+        if name in MAP_CASTS:
             return self._operand(args[0], f)
         if name == "where" and len(args) == 3:
             return self._either(args[0], args[1], args[2], f)
@@ -68,7 +71,7 @@ class Certain:
         may, must, order = torch.ones(ids.shape, dtype=torch.bool), torch.zeros(ids.shape, dtype=torch.bool), places_of(ids)
         for f in self.tracer.trace(node, index, ids):
             parts = [a for a in f.node.args if isinstance(a, fx.Node)] if f.node is not None and name_of(f.node) in _LOGIC else []
-            if f.node is None or not parts or any(p.meta["val"].dtype != torch.bool for p in parts):
+            if f.node is None or not parts or self.tracer.context.is_written(f.node) or any(p.meta["val"].dtype != torch.bool for p in parts):
                 continue
             found = [self._truth(p, broadcast(f.index, p), f.ids) for p in parts]
             at = order[f.ids]

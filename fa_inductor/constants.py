@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .graph import GraphContext
 from .patterns.generators import reads
-from .patterns.views import name_of
+from .patterns.views import is_static, name_of
 
 MOST_ELEMENTS = 1 << 24
 
 
 class Constants:
-    """Of the nodes of one graph."""
+    """Of the nodes of one graph; to be asked where no dispatch mode is active."""
 
     def __init__(self, context: GraphContext) -> None:
         self.context = context
@@ -25,8 +24,7 @@ class Constants:
     def of(self, node: fx.Node) -> Tensor | None:
         """What ``node`` holds, on the CPU; None where it depends on an input or on chance, is written to, or is large."""
         if node not in self.known:
-            with _disable_current_modes(), torch.no_grad():
-                self.known[node] = self._compute(node)
+            self.known[node] = self._compute(node)
         return self.known[node]
 
     def _compute(self, node: fx.Node) -> Tensor | None:
@@ -60,6 +58,6 @@ def _extent(value: Tensor) -> int:
 
 def _shaped_like(node: fx.Node) -> Tensor | None:
     value: Any = node.meta.get("val")
-    if not isinstance(value, Tensor) or not all(isinstance(n, int) for n in value.shape):
+    if not isinstance(value, Tensor) or not is_static(node):
         return None
     return torch.empty((), dtype=value.dtype).expand(value.shape)

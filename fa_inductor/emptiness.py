@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from .facts import MaskFacts
@@ -13,8 +15,9 @@ TILE = 128
 _MOST_TILES = 1 << 20
 
 
+@lru_cache(maxsize=64)
 def empty_tiles(program: ScoreProgram, mask: MaskFacts | None, lq: Expr, lk: Expr, sizes: tuple[Expr, ...]) -> str:
-    """The share of tiles without a visible score by the positions alone; empty where lengths are symbols or there is no mask."""
+    """The share of tiles without a visible score by the positions alone; empty where lengths are symbols or there is no mask. Equal layers ask once."""
     if mask is None or not all(e.is_Integer and e > 0 for e in (lq, lk, *sizes)):
         return ""
     tile = TILE

@@ -59,14 +59,17 @@ class MaskFacts:
     fill: float
     hidden: Literal["replace", "add", "mixed"]
     terms: tuple[MaskTerm, ...]
-    only_these_terms: bool
-    """The predicate is exactly the conjunction of ``terms``: where they all hold, the mask is off."""
     every_row_visible: bool
     skip_above: float
     every_row_keeps_a_key: bool = False
     """No row is hidden as a whole by this mask, of -inf, nor by another of -inf; finite fills may hide all keys of a row (``every_row_visible``)."""
     places: tuple[int, ...] = ()
     """The other conjuncts that tell a tile by its place, or by tensors that are read there (``program/tile_map.py``)."""
+
+    @property
+    def only_these_terms(self) -> bool:
+        """The predicate is exactly the conjunction of ``terms``: where they all hold, the mask is off."""
+        return not self.places
 
     def term(self, kind: TermKind) -> MaskTerm | None:
         """The first term of that kind."""

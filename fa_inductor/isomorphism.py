@@ -9,8 +9,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .graph import GraphContext
-from .patterns.views import name_of
-from .provenance import is_static
+from .patterns.views import is_static, name_of
 
 
 def correspondence(context: GraphContext, pairs: Iterable[tuple[fx.Node, fx.Node]], ends: Collection[fx.Node]) -> dict[fx.Node, fx.Node] | None:

@@ -20,7 +20,7 @@ from .graph import GraphContext
 from .index import Expr, Space, as_expr, broadcast_index, equal, mixed_radix, product, shape_of
 from .location import frames_of, location_of
 from .patterns import generators, joins, overwrites, pointwise, views
-from .patterns.cell import Cell, kind_of
+from .patterns.cell import Cell, kind_of, rounded
 from .program import ProgramBuilder
 from .program.ir import capture_type
 from .refusal import Refusal, Refused, declare
@@ -182,7 +182,7 @@ class Lifter:
 
     def _literal(self, value: int, dtype: torch.dtype) -> int:
         """The literal at ``value`` rounded to ``dtype``."""
-        return self.builder.const(float(torch.tensor(self.builder.nodes[value].value, dtype=torch.float64).to(dtype)))
+        return self.builder.const(rounded(self.builder.nodes[value].value, dtype))  # type: ignore[arg-type]
 
     def operand(self, x: Any, index: tuple[Expr, ...]) -> int:
         """Argument of a pointwise op read at the element ``index`` of its (broadcast) result."""

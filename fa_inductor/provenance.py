@@ -19,10 +19,10 @@ from .constants import Constants
 from .graph import GraphContext
 from .index import ZERO, Expr, Space, shape_of
 from .patterns import joins, overwrites, views
-from .patterns.views import argument, name_of
-
-_FILLS = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1}
-_NUMBERS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
+from .patterns.batch_slices import MAP_CASTS
+from .patterns.cell import rounded
+from .patterns.generators import constant_of
+from .patterns.views import argument, is_static, name_of
 
 
 class Untold(Exception):
@@ -104,9 +104,9 @@ class Tracer:
 
     def _below(self, node: fx.Node, index: Index, ids: Tensor) -> list[Fragment] | None:
         name = name_of(node)
-        if name in _NUMBERS or name in _FILLS:
-            value = _NUMBERS.get(name, argument(node, _FILLS.get(name, 0), "fill_value"))
-            return [Fragment(ids, None, value=_rounded(value, node))] if isinstance(value, (int, float)) else None
+        number = constant_of(node.args[1] if name == "fill" else node)
+        if isinstance(number, (int, float)):
+            return [Fragment(ids, None, value=rounded(number, node.meta["val"].dtype))]
         if name in views.RULES:
             return self._view(node, index, ids)
         if name in joins.NAMES:
@@ -210,7 +210,7 @@ class Tracer:
             at = place.listed(ids) - int(left)
             inside &= (at >= 0) & (at < int(size))
             places.append(Place(ZERO, at))
-        return [*self._part(node, source, tuple(places), ids, inside), Fragment(ids[~inside], None, value=_rounded(number, node))]
+        return [*self._part(node, source, tuple(places), ids, inside), Fragment(ids[~inside], None, value=rounded(number, node.meta["val"].dtype))]
 
     def _choice(self, condition: object, x: object, y: object, node: fx.Node, index: Index, ids: Tensor) -> list[Fragment] | None:
         chosen = self.known(condition, broadcast(index, condition), ids) if isinstance(condition, fx.Node) else None
@@ -226,7 +226,7 @@ class Tracer:
         result = torch.empty(ids.shape, dtype=torch.bool)
         for f in self.trace(node, index, ids):
             found = torch.tensor(bool(f.value)) if f.node is None else None
-            if f.node is not None and name_of(f.node) in ("to", "_to_copy", "type_as", "float", "bool"):
+            if f.node is not None and name_of(f.node) in MAP_CASTS and not self.context.is_written(f.node):
                 source = f.node.args[0]
                 found = self.known(source, f.index, f.ids) if isinstance(source, fx.Node) else None
             elif f.node is not None:
@@ -239,26 +239,16 @@ class Tracer:
 
     def _arm(self, x: object, node: fx.Node, index: Index, ids: Tensor, chosen: Tensor) -> list[Fragment]:
         if isinstance(x, (int, float)):
-            return [Fragment(ids[chosen], None, value=_rounded(x, node))]
+            return [Fragment(ids[chosen], None, value=rounded(x, node.meta["val"].dtype))]
         if not isinstance(x, fx.Node):
             raise Untold
         return self._part(node, x, broadcast(index, x), ids, chosen)
-
-
-def is_static(node: fx.Node) -> bool:
-    """Are all sizes that the node has numbers?"""
-    value = node.meta.get("val")
-    return all(isinstance(n, int) for n in value.shape) if isinstance(value, Tensor) else not isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
 def broadcast(index: Index, node: fx.Node) -> Index:
     """The index of an operand that broadcasts to what is read at ``index``."""
     shape = node.meta["val"].shape
     return tuple(Place() if size == 1 else place for size, place in zip(shape, index[len(index) - len(shape) :], strict=True))
-
-
-def _rounded(value: float, node: fx.Node) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).to(node.meta["val"].dtype))
 
 
 def grid(*sizes: int) -> list[Tensor]:

@@ -211,7 +211,6 @@ def _facts_to_json(facts: ProgramFacts) -> dict[str, object]:
         and {
             "fill": repr(mask.fill),
             "hidden": mask.hidden,
-            "only_these_terms": mask.only_these_terms,
             "every_row_visible": mask.every_row_visible,
             "skip_above": repr(mask.skip_above),
             "every_row_keeps_a_key": mask.every_row_keeps_a_key,
@@ -225,6 +224,6 @@ def _facts_from_json(data: dict[str, Any]) -> ProgramFacts:
     mask = data["mask"]
     if mask is not None:
         terms = tuple(MaskTerm(kind, node, bound and Affine(bound[0], tuple((p, c) for p, c in bound[1]))) for kind, node, bound in mask["terms"])
-        known = (mask["only_these_terms"], mask["every_row_visible"], float(mask["skip_above"]), mask["every_row_keeps_a_key"], tuple(mask["places"]))
+        known = (mask["every_row_visible"], float(mask["skip_above"]), mask["every_row_keeps_a_key"], tuple(mask["places"]))
         mask = MaskFacts(float(mask["fill"]), mask["hidden"], terms, *known)
     return ProgramFacts(mask, data["scale"], data["bias"], data["softcap"], data["plain"], tuple(data["labels"]))

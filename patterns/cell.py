@@ -38,3 +38,8 @@ def kind_of(dtype: torch.dtype) -> Type:
 
 
 Rule = Callable[[Cell], "int | None"]
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """A literal as a tensor of ``dtype`` holds it: -1e9 is -inf in float16."""
+    return float(torch.tensor(value, dtype=torch.float64).to(dtype))

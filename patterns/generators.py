@@ -58,6 +58,11 @@ def _arange(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int | Non
     return reader.builder.convert(reader.size(as_expr(start) + index[0] * as_expr(step)), kind_of(node.meta["val"].dtype))
 
 
+_FILL_ARGUMENT = {"full": 1, "full_like": 1, "new_full": 2}
+_FILL_VALUE = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+"""Which argument of an op, or which number, fills the whole tensor."""
+
+
 def _full(position: int) -> Rule:
     def rule(reader: Reader, node: fx.Node, index: tuple[Expr, ...]) -> int:
         return _literal(reader, node, argument(node, position, "fill_value"))
@@ -238,9 +243,10 @@ def constant_of(x: object) -> object:
         return x
     if not isinstance(x, fx.Node):
         return None
-    filled = {"zeros": 0, "zeros_like": 0, "new_zeros": 0}.get(name_of(x))
-    if filled is None and name_of(x) in ("full", "full_like", "new_full", "scalar_tensor"):
-        filled = argument(x, {"scalar_tensor": 0, "new_full": 2}.get(name_of(x), 1), "fill_value")
+    name = name_of(x)
+    filled = _FILL_VALUE.get(name)
+    if filled is None and name in (*_FILL_ARGUMENT, "scalar_tensor"):
+        filled = argument(x, _FILL_ARGUMENT.get(name, 0), "fill_value")
     return filled if isinstance(filled, (int, float)) else None
 
 
@@ -264,15 +270,8 @@ RULES: dict[str, Rule] = {
     "diff": _diff,
     "cumsum": _cumsum,
     "arange": _arange,
-    "full": _full(1),
-    "full_like": _full(1),
-    "new_full": _full(2),
-    "zeros": _constant(0),
-    "zeros_like": _constant(0),
-    "new_zeros": _constant(0),
-    "ones": _constant(1),
-    "ones_like": _constant(1),
-    "new_ones": _constant(1),
+    **{name: _full(position) for name, position in _FILL_ARGUMENT.items()},
+    **{name: _constant(value) for name, value in _FILL_VALUE.items()},
     "tril": _triangle("le"),
     "triu": _triangle("ge"),
     "eye": _eye,

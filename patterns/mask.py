@@ -180,7 +180,7 @@ def mask_facts(
     infinite = math.isinf(peeled.fill)
     visible = (first or own) and peeled.fill <= lowest and _above(program.nodes, peeled.core, -1e3, infinite)  # own: row q sees key q
     kept = (first or own) and infinite and _above(program.nodes, peeled.core, -math.inf, True)
-    return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), not places, visible, _skip_above(peeled), kept, tuple(places))  # type: ignore[arg-type]
+    return MaskFacts(peeled.fill, peeled.hidden, tuple(terms), visible, _skip_above(peeled), kept, tuple(places))  # type: ignore[arg-type]
 
 
 def _minus(a: Affine) -> Affine:

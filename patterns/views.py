@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from fa_inductor.index import ONE, ZERO, Expr, Space, as_expr, broadcast_index, shape_of, view_index
@@ -48,6 +49,12 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 def value_of(x: Any) -> Any:
     """Fake value of a node argument, or the literal itself."""
     return x.meta.get("val") if isinstance(x, fx.Node) else x
+
+
+def is_static(node: fx.Node) -> bool:
+    """Are all sizes that the node has numbers?"""
+    value = node.meta.get("val")
+    return all(isinstance(n, int) for n in value.shape) if isinstance(value, torch.Tensor) else not isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
 def step(space: Space, node: fx.Node, index: tuple[Expr, ...]) -> Step | None:

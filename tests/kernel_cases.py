@@ -107,7 +107,8 @@ class _Maker:
 
     def finish(self, result: int, terms: Sequence[tuple[str, int, Affine | None]] = (), mask: dict[str, object] | None = None, **facts: object) -> Form:
         bias = facts.pop("bias", None)
-        program = self.b.finish(result, *(t[1] for t in terms), *([bias] if bias is not None else []))  # type: ignore[list-item]
+        places: Sequence[int] = mask.get("places", ()) if mask else ()  # type: ignore[assignment]
+        program = self.b.finish(result, *(t[1] for t in terms), *places, *([bias] if bias is not None else []))  # type: ignore[list-item]
         rest = program.results[1:]
         mask_facts = None
         if mask is not None and mask.get("hidden") == "add" and mask["fill"] > -1e30:  # type: ignore[operator]
@@ -120,9 +121,9 @@ class _Maker:
                 fill,
                 hidden,  # type: ignore[arg-type]
                 placed,
-                bool(mask.get("only", True)),
                 bool(mask.get("every", False)),
                 skip_above(fill, hidden),
+                places=rest[len(terms) : len(terms) + len(places)],
             )
         known = ProgramFacts(mask_facts, bias=rest[-1] if bias is not None else None, **facts)  # type: ignore[arg-type]
         program = ScoreProgram(program.nodes, program.results[:1], program.captures, program.n_sizes)
@@ -345,7 +346,7 @@ def _documents(m: _Maker) -> Form:
     same = m.emit("eq", m.b.load(number, (m.index("b"), m.index("q"))), m.b.load(number, (m.index("b"), m.index("k"))))
     upper = m.emit("le", m.distance(), m.zero())
     result = m.hide(m.emit("and", same, upper), -INF, "replace", m.scaled)
-    return m.finish(result, [("upper", upper, Affine(0))], {"fill": -INF, "only": False, "every": d.lk >= d.lq}, scale=m.scale)
+    return m.finish(result, [("upper", upper, Affine(0))], {"fill": -INF, "places": [same], "every": d.lk >= d.lq}, scale=m.scale)
 
 
 @_form("swin_grad")
@@ -386,7 +387,7 @@ def _groups(m: _Maker) -> Form:
     scores = m.emit("add", m.emit("mul", m.scaled, scale), m.emit("where", first, own, other))
     near = m.emit("lt", m.emit("abs", m.distance()), m.b.const(9))
     visible = m.emit("where", first, m.emit("le", m.distance(), m.zero()), near)
-    return m.finish(m.hide(visible, -INF, "replace", scores), (), {"fill": -INF, "only": False})
+    return m.finish(m.hide(visible, -INF, "replace", scores), (), {"fill": -INF, "places": [visible]})
 
 
 def _post(m: _Maker, form: Form, tensor: Tensor, indices: Sequence[str]) -> Form:

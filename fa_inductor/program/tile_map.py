@@ -149,11 +149,11 @@ class _Evaluation:
         return view
 
     def _operation(self, node: Node, args: list[Known]) -> Known:
+        if node.op == "where":
+            return _chosen(*args)
         if all(isinstance(a, Truth) for a in args) and node.type == "bool":
             found = _LOGIC.get(node.op)
             return found(*args) if found else self._unknown(node)
-        if node.op == "where":
-            return _chosen(node, *args)
         if node.op in ("to_float", "to_int", "to_bool"):
             return self._converted(node, args[0])
         intervals = [a for a in args if isinstance(a, Interval)]
@@ -200,7 +200,7 @@ def _checked(low: Tensor, high: Tensor, node: Node) -> Interval:
     return Interval(torch.where(low > limit, -math.inf, low), torch.where(high < -limit, math.inf, high))
 
 
-def _chosen(node: Node, condition: Known, x: Known, y: Known) -> Known:
+def _chosen(condition: Known, x: Known, y: Known) -> Known:
     assert isinstance(condition, Truth)
     may, must = condition
     if isinstance(x, Truth) and isinstance(y, Truth):
@@ -293,7 +293,6 @@ _LOGIC: dict[str, Callable[..., Truth]] = {
     "and": lambda x, y: Truth(x.may & y.may, x.must & y.must),
     "or": lambda x, y: Truth(x.may | y.may, x.must | y.must),
     "not": _not,
-    "where": lambda c, x, y: Truth((c.may & x.may) | (~c.must & y.may), (~c.may | x.must) & (c.must | y.must)),
     "eq": lambda x, y: Truth((x.may & y.may) | (~x.must & ~y.must), (x.must & y.must) | (~x.may & ~y.may)),
     "ne": lambda x, y: Truth((x.may & ~y.must) | (~x.must & y.may), (x.must & ~y.may) | (~x.may & y.must)),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -145,15 +146,15 @@ class Visibility:
                 self._patterns[place] = self._bits(self._by_bounds(rows, keys))
             return self._patterns[place]
         assert heads is not None
-        visible = self._by_bounds(rows, keys)
+        conditions: list[Tensor] = []
         if self.key is not None:
             box = (slice(*batches), slice(*heads), slice(None), slice(*keys))
-            visible = visible & self.key[tuple(part if n > 1 else slice(None) for part, n in zip(box, self.key.shape, strict=True))]
+            conditions.append(self.key[tuple(part if n > 1 else slice(None) for part, n in zip(box, self.key.shape, strict=True))])
         if self.places is not None:
-            box4 = Coordinates(batches, heads, rows, keys)
-            for held in evaluate(self.places, box4, captures=self.captures, sizes=self.sizes, device=self.device):
-                visible = visible & held
-        return self._bits(visible)
+            conditions += evaluate(self.places, Coordinates(batches, heads, rows, keys), captures=self.captures, sizes=self.sizes, device=self.device)
+        if self.seen_by_all(rows, keys) != keys:
+            conditions.append(self._by_bounds(rows, keys))
+        return self._bits(reduce(torch.logical_and, conditions))
 
     def _by_bounds(self, rows: Range, keys: Range) -> Tensor:
         distance = torch.arange(*keys, device=self.device).view(1, 1, 1, -1) - torch.arange(*rows, device=self.device).view(1, 1, -1, 1)

@@ -128,7 +128,7 @@ def test_skipped_and_unmasked_columns(upper: int | None, lower: int | None, dims
     """Brute force: no visible key outside the visited range, no hidden one in the columns left unmasked."""
     lq, lk = dims
     terms = [MaskTerm(kind, 0, Affine(bound)) for kind, bound in (("upper", upper), ("lower", lower)) if bound is not None]  # type: ignore[arg-type]
-    mask = MaskFacts(-math.inf, "replace", tuple(terms), True, False, -math.inf)
+    mask = MaskFacts(-math.inf, "replace", tuple(terms), False, -math.inf)
     visibility = Visibility(mask, problem("plain").form.program, Shape(1, 1, 1, lq, lk, 8, 8), (), (), torch.device("cpu"))
     distance = torch.arange(lk)[None, :] - torch.arange(lq)[:, None]
     visible = (distance <= (upper if upper is not None else 1000)) & (distance >= (lower if lower is not None else -1000))

@@ -510,7 +510,9 @@ def test_rounding_passes_the_gradient_on() -> None:
 fills = st.sampled_from([-math.inf, -3.4028234663852886e38, -1e9, -1e4])
 affine = st.builds(Affine, st.integers(-9, 9), st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2)), max_size=2).map(tuple))
 terms = st.builds(MaskTerm, st.sampled_from(["upper", "lower", "key"]), st.integers(0, 20), st.none() | affine)
-masks = st.builds(MaskFacts, fills, st.sampled_from(["replace", "add"]), st.lists(terms, max_size=3).map(tuple), st.booleans(), st.booleans(), fills)
+places = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+hidden = st.sampled_from(["replace", "add", "mixed"])
+masks = st.builds(MaskFacts, fills, hidden, st.lists(terms, max_size=3).map(tuple), st.booleans(), fills, st.booleans(), places)
 numbers = st.none() | st.floats(allow_nan=False)
 
 

@@ -39,6 +39,7 @@ from .report import GraphReport, KernelRefusals, SiteReport
 from .request import AttentionRequest, Plan
 from .rewrite import Placed, SiteEmitter, discard, place, replace
 from .rewrite_joined import gather_before, replace_joined
+from .rewrite_tiles import share_tiles
 from .select import NO_KERNEL, Selection, select
 from .signs import IN_BODY, has_softmax, in_bodies
 from .site import AttentionSite
@@ -213,6 +214,7 @@ class Compilation:
         for verdict in (library := [v for v in verdicts if v.candidate.anchor.output in self.calls]):
             self.calls[verdict.candidate.anchor.output].settle(bool(verdict.plans))
         verdicts = [v for v in verdicts if v.plans or v not in library]
+        share_tiles(context.graph)
         self._guarded_graph(context.gm, verdicts)
         return verdicts
 

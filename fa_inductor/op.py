@@ -26,18 +26,19 @@ def plan_from_text(text: str) -> Plan:
     return Plan.from_text(text)
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, float dropout_p, Tensor? seed"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] captures, Tensor[] tiles, SymInt[] sizes, float dropout_p, Tensor? seed"
 
 
 @triton_op("fa_inductor::attention", mutates_args={}, schema=f"({_INPUTS}, str plan) -> (Tensor, Tensor, Tensor, Tensor)")
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float, seed: Tensor | None, plan: str
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], tiles: list[Tensor], sizes: list[int], dropout_p: float, seed: Tensor | None, plan: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fused attention.
 
     Args:
         q: (B, Hq, Lq, D); k: (B, Hkv, Lk, D); v: (B, Hkv, Lk, Dv): same dtype, any strides, Hq % Hkv == 0.
         captures, sizes: what the plan's programs read.
+        tiles: what ``find_tiles`` found for the plan, or nothing: the kernel then finds it itself.
         seed: int64 (2,) where dropout_p is above 0 or the program draws (``keep``), else None.
         plan: ``Plan.to_text()``.
     Returns:
@@ -45,7 +46,7 @@ def attention(
     """
     chosen = plan_from_text(plan)
     with without_autocast(q.device.type):
-        result = kernel_named(chosen.kernel).forward(chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed))
+        result = kernel_named(chosen.kernel).forward(chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed, tiles))
     return result.out, result.lse, *result.extra
 
 
@@ -55,7 +56,7 @@ def attention(
     schema=f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, Tensor extra0, Tensor extra1, bool[] needs, str plan) -> Tensor[]",
 )
 def attention_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], dropout_p: float,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], tiles: list[Tensor], sizes: list[int], dropout_p: float,
     seed: Tensor | None, out: Tensor, lse: Tensor, extra0: Tensor, extra1: Tensor, needs: list[bool], plan: str,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients that ``needs`` (q, k, v, captures…) asks for, in that order; ``grad_lse`` as grad_out for the lse, None for zeros."""
@@ -64,7 +65,7 @@ def attention_backward(
     wanted = Needs(needs[0], needs[1], needs[2], tuple(n and i in read for i, n in enumerate(needs[3:])))
     with without_autocast(q.device.type):
         grads = kernel_named(chosen.kernel).backward(
-            chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed), Forward(out, lse, (extra0, extra1)), grad_out, wanted, grad_lse
+            chosen, Inputs(q, k, v, captures, sizes, dropout_p, seed, tiles), Forward(out, lse, (extra0, extra1)), grad_out, wanted, grad_lse
         )
     unread = (torch.zeros_like(c) if n and i not in read else g for i, (c, g, n) in enumerate(zip(captures, grads.captures, needs[3:])))
     found = [grads.q, grads.k, grads.v, *unread]
@@ -73,20 +74,30 @@ def attention_backward(
     return [g for g, n in zip(found, needs) if n and g is not None]
 
 
+@triton_op(
+    "fa_inductor::find_tiles",
+    mutates_args={},
+    schema="(Tensor like, Tensor[] captures, SymInt[] sizes, SymInt[] shape, str kernel, str text) -> Tensor[]",
+)
+def find_tiles(like: Tensor, captures: list[Tensor], sizes: list[int], shape: list[int], kernel: str, text: str) -> list[Tensor]:
+    """``Kernel.find_tiles`` in a graph, on the device of ``like``."""
+    return kernel_named(kernel).find_tiles(text, captures, sizes, shape, like.device)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, captures, sizes, dropout_p, seed, plan = inputs
+    q, k, v, captures, tiles, sizes, dropout_p, seed, plan = inputs
     out, lse, extra0, extra1 = output
     ctx.mark_non_differentiable(extra0, extra1)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *captures, out, lse, extra0, extra1, seed)
-    ctx.n_captures, ctx.sizes, ctx.dropout_p, ctx.plan = len(captures), list(sizes), dropout_p, plan
+    ctx.save_for_backward(q, k, v, *captures, *tiles, out, lse, extra0, extra1, seed)
+    ctx.n_captures, ctx.n_tiles, ctx.sizes, ctx.dropout_p, ctx.plan = len(captures), len(tiles), list(sizes), dropout_p, plan
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *unused: Tensor | None) -> tuple[Any, ...]:
     n = ctx.n_captures
     saved = ctx.saved_tensors
-    q, k, v, captures = saved[0], saved[1], saved[2], list(saved[3 : 3 + n])
-    out, lse, extra0, extra1, seed = saved[3 + n :]
+    q, k, v, captures, tiles = saved[0], saved[1], saved[2], list(saved[3 : 3 + n]), list(saved[3 + n : 3 + n + ctx.n_tiles])
+    out, lse, extra0, extra1, seed = saved[3 + n + ctx.n_tiles :]
     wanted = ctx.needs_input_grad
     per_capture = list(wanted[3]) if isinstance(wanted[3], (list, tuple)) else [False] * n
     needs = [bool(w) for w in (*wanted[:3], *per_capture)]
@@ -94,10 +105,11 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *unuse
     if grad_out is None and grad_lse is not None:
         grad_out = torch.zeros_like(out)
     if grad_out is not None and any(needs):
-        given = iter(attention_backward(grad_out, grad_lse, q, k, v, captures, ctx.sizes, ctx.dropout_p, seed, out, lse, extra0, extra1, needs, ctx.plan))
+        inputs = (q, k, v, captures, tiles, ctx.sizes, ctx.dropout_p, seed)
+        given = iter(attention_backward(grad_out, grad_lse, *inputs, out, lse, extra0, extra1, needs, ctx.plan))
         found = [next(given) if wanted_one else None for wanted_one in needs]
     sizes: list[None] | None = None if ctx.sizes else []  # an empty list counts as a list of tensors
-    return found[0], found[1], found[2], found[3:], sizes, None, None, None
+    return found[0], found[1], found[2], found[3:], [None] * ctx.n_tiles, sizes, None, None, None
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -148,8 +148,26 @@ class Gradients:
 
 
 @dataclass(frozen=True)
+class TileLists:
+    """What a plan's kernels must know of the mask's tiles before they run: sites with equal ones, on the same tensors, share the answer.
+
+    text: for ``Kernel.find_tiles``. captures, sizes: positions among the plan's that it reads. kernel: whose text it is.
+    """
+
+    kernel: str
+    text: str
+    captures: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shapes: Callable[[Sequence[Size]], list[tuple[Size, ...]]] = field(compare=False)
+    """Of the tensors of the answer, from batch, query heads, queries and keys; all are int32."""
+
+
+@dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call. ``seed``: int64 tensor of 2 elements where something is dropped, else None."""
+    """The tensors of one call. ``seed``: int64 tensor of 2 elements where something is dropped, else None.
+
+    ``tiles``: the answer of ``Kernel.find_tiles``, where the graph computes it beside the call.
+    """
 
     q: Tensor
     k: Tensor
@@ -158,6 +176,7 @@ class Inputs:
     sizes: Sequence[Size]
     dropout_p: float
     seed: Tensor | None
+    tiles: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -193,6 +212,14 @@ class Kernel(Protocol):
         Without it the lse is exact within rounding for every row of the plan.
         """
         ...
+
+    def tile_lists(self, plan: Plan, backward: bool) -> TileLists | None:
+        """What ``find_tiles`` is to compute for this plan (and for its backward pass); None where the kernel needs nothing."""
+        return None
+
+    def find_tiles(self, text: str, captures: Sequence[Tensor], sizes: Sequence[Size], shape: Sequence[Size], device: torch.device) -> list[Tensor]:
+        """The tensors that ``Inputs.tiles`` brings; ``shape``: batch, query heads, queries, keys. On fake tensors too."""
+        raise NotImplementedError(f"{self.name} asks for no lists of tiles")
 
     def forward(self, plan: Plan, inputs: Inputs) -> Forward: ...
 

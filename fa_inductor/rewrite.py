@@ -20,6 +20,7 @@ from .kernel_table import kernel_named
 from .layout import dense_order, freed_views, makes_its_own
 from .patterns.views import name_of, value_of
 from .request import Plan, TensorSpec
+from .rewrite_tiles import tiles_of
 from .shares import shares, weighted
 from .site import Atom, AttentionSite, Captured, View4
 
@@ -280,7 +281,8 @@ def result_of(emitter: SiteEmitter, call: fx.Node, position: int) -> fx.Node:
 def _attention_call(emitter: SiteEmitter, site: AttentionSite, placed: Placed, seed: fx.Node | None, plan: Plan) -> fx.Node:
     """The op call; its fake value is made from shapes alone, without running the kernel's own code."""
     graph, before = emitter.context.graph, emitter.before
-    args = (placed.q, placed.k, placed.v, list(placed.captures), list(placed.sizes), site.dropout_p, seed, plan.to_text())
+    tiles = tiles_of(emitter, site, placed, plan)
+    args = (placed.q, placed.k, placed.v, list(placed.captures), tiles, list(placed.sizes), site.dropout_p, seed, plan.to_text())
     with graph.inserting_before(before):
         call = graph.call_function(torch.ops.fa_inductor.attention.default, args)
     q, v = placed.q.meta["val"], placed.v.meta["val"]

@@ -349,6 +349,25 @@ def _documents(m: _Maker) -> Form:
     return m.finish(result, [("upper", upper, Affine(0))], {"fill": -INF, "places": [same], "every": d.lk >= d.lq}, scale=m.scale)
 
 
+def _blocks(fill: float) -> Callable[[_Maker], Form]:
+    def build(m: _Maker) -> Form:
+        """A tensor that hides blocks of scores, whole rows and whole columns among them, and parts of blocks."""
+        d, step = m.dims, 16
+        kinds = torch.randint(0, 3, (d.hq, -(-d.lq // step), -(-d.lk // step)), generator=m.generator)
+        kinds = kinds.repeat_interleave(step, 1).repeat_interleave(step, 2)[:, : d.lq, : d.lk]
+        visible = (kinds == 2) | ((kinds == 1) & (torch.rand(kinds.shape, generator=m.generator) < 0.5))
+        visible[:, 3 : min(20, d.lq - 1)] = False
+        visible[:, :, 40:70] = False
+        place = m.load(visible, (m.index("h"), m.index("q"), m.index("k")))
+        return m.finish(m.hide(place, fill, "replace", m.scaled), (), {"fill": fill, "places": [place]}, scale=m.scale)
+
+    return build
+
+
+_form("blocks_inf_hidden_rows")(_blocks(-INF))
+_form("blocks_min_hidden_rows")(lambda m: _blocks(_fill(-3e38, m.dtype))(m))
+
+
 @_form("swin_grad")
 def _swin(m: _Maker) -> Form:
     """Relative-position table by an index tensor, and a shift mask per window (b % nW); both gradients by scatter where asked."""
@@ -448,11 +467,13 @@ def _cases() -> Iterator[Case]:
     yield Case("mqa_window", "softcap_window_inf", Dims(hq=4, hkv=1, lq=130, lk=130))
     yield Case("gqa_bias", "bias_bk_grad", Dims(hq=6, hkv=2, lq=40, lk=72))
     yield Case("gqa_post", "post_dense_grad", Dims(hq=6, hkv=2, lq=40, lk=72))
+    for form in ("documents_inf", "blocks_inf_hidden_rows", "blocks_min_hidden_rows"):
+        yield Case(f"{form}-rectangle", form, Dims(b=2, hq=4, hkv=2, lq=65, lk=128))
     yield Case("large_scores", "causal_inf", SQUARE, scale_input=30.0)
     for layout in LAYOUTS[1:]:
         yield Case(f"causal_inf-{layout}", "causal_inf", SQUARE, layout=layout)
         yield Case(f"padding_replace_min-{layout}", "padding_replace_min", SQUARE, layout=layout)
-    for form in ("causal_inf", "bottom_right_inf", "padding_replace_inf_hidden_rows", "padding_add_inf_hidden_rows"):
+    for form in ("causal_inf", "bottom_right_inf", "padding_replace_inf_hidden_rows", "padding_add_inf_hidden_rows", "blocks_inf_hidden_rows"):
         yield Case(f"{form}-zero", form, TALL, masked_rows="zero")
     for dtype in (torch.bfloat16, torch.float16):
         short = str(dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ def arguments(form: str, kernel: str = "tiled", dropout: float = 0.0):
     p = problem(Case(form, form, Dims(lq=9, lk=9, d=8, dv=8)))
     plan = kernel_named(kernel).plan(p.request(dropout)).to_text()
     seed = torch.tensor([3, 5]) if dropout else None
-    return [p.q, p.k, p.v, list(p.captures), list(p.form.sizes), dropout, seed, plan]
+    return [p.q, p.k, p.v, list(p.captures), [], list(p.form.sizes), dropout, seed, plan]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,6 +1,6 @@
 """Score programs: the value that says what one attention does to its scores (see ``ir``)."""
 
-from .builder import ProgramBuilder
+from .builder import ProgramBuilder, pruned
 from .derivative import differentiate
 from .evaluate import Coordinates, evaluate
 from .ir import Capture, Node, ProgramError, ScoreProgram, dependencies, verify
@@ -17,6 +17,7 @@ __all__ = [
     "differentiate",
     "evaluate",
     "from_text",
+    "pruned",
     "to_text",
     "verify",
 ]

@@ -246,6 +246,13 @@ class ProgramBuilder:
         return None
 
 
+def pruned(program: ScoreProgram, *results: int) -> ScoreProgram:
+    """The part of ``program`` that the nodes ``results`` need; captures and sizes keep their numbers."""
+    builder = ProgramBuilder.like(program)
+    placed = builder.inline(program)
+    return builder.finish(*(placed[r] for r in results))
+
+
 def _fold(op: str, nodes: list[Node]) -> bool | int | float | None:
     """Value of an operation whose arguments are all literals, or None where it must stay in the program."""
     if not nodes or any(n.op != "const" for n in nodes):

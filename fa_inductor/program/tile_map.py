@@ -24,7 +24,7 @@ from .ir import Node, ScoreProgram
 
 EXACT = float(2**52)
 """Whole numbers up to this are exact in the double precision that intervals are kept in."""
-_MARGIN = 2.0**-20
+MARGIN = 2.0**-20
 """A product in fp32 may be this far (relatively) from the exact one, however it is computed."""
 
 
@@ -168,7 +168,7 @@ class _Evaluation:
             return self._unknown(node)
         low, high = (torch.where(anything, end, bound) for end, bound in zip((-math.inf, math.inf), rule(*args), strict=True))
         if node.type == "float" and node.op in ("mul", "div"):
-            low, high = low - low.abs() * _MARGIN, high + high.abs() * _MARGIN
+            low, high = low - low.abs() * MARGIN, high + high.abs() * MARGIN
         if node.type == "float":
             low, high = low.float().double(), high.float().double()  # rounding keeps the order
         return _checked(low, high, node)

@@ -23,12 +23,12 @@ from fa_inductor.kernel_support import empty_output, output_layout, source_hash,
 from fa_inductor.program import Coordinates, ScoreProgram, evaluate
 from fa_inductor.program.scatter import gradient_program, scatter_loads
 from fa_inductor.refusal import Refusal, declare
-from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Needs, Plan
+from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Kernel, Needs, Plan
 
 ORACLE_ONLY = declare("oracle_only", "The reference kernel holds every score in memory; it is the test oracle and is only used when asked for by name.")
 
 
-class ReferenceKernel:
+class ReferenceKernel(Kernel):
     """The oracle; ``keep`` and ``score_keep`` let a test impose the masks of a dropout after and before the softmax, (B, Hq, Lq, Lk) bool tensors."""
 
     name = "reference"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fa_inductor.kernel_support import output_layout, source_hash
 from fa_inductor.refusal import Refusal, declare
-from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Needs, Plan
+from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Kernel, Needs, Plan
 
 from .ops import tiled_backward, tiled_forward
 
@@ -21,7 +21,7 @@ DEVICE_Q_TILE, DEVICE_K_TILE, DEVICE_ELEMENTS = 1024, 4096, 1 << 25
 """Elsewhere: few launches, each large enough to fill the device."""
 
 
-class TiledKernel:
+class TiledKernel(Kernel):
     """Serves every program; chosen where no fused kernel can."""
 
     name = "tiled"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fa_inductor.facts import MaskFacts
-from fa_inductor.program import Coordinates, ProgramBuilder, ScoreProgram, evaluate
+from fa_inductor.program import Coordinates, ScoreProgram, evaluate, pruned
 from fa_inductor.program.tile_map import Tiling, Truth, tile_map
 
 Range = tuple[int, int]
@@ -95,7 +95,7 @@ class Visibility:
         for term in mask.terms if mask is not None else ():
             if term.kind == "key":
                 box = Coordinates((0, shape.batch), (0, shape.heads), (0, 1), (0, shape.lk))
-                (key,) = evaluate(prune(program, term.node), box, captures=captures, sizes=sizes, device=device)
+                (key,) = evaluate(pruned(program, term.node), box, captures=captures, sizes=sizes, device=device)
                 self.key = key if self.key is None else self.key & key
             elif term.bound is not None:
                 bound = term.bound.value(sizes)
@@ -104,7 +104,7 @@ class Visibility:
                 else:
                     self.lower = bound if self.lower is None else max(self.lower, bound)
         self.program, self.captures, self.sizes = program, captures, sizes
-        self.places = prune(program, *mask.places) if mask is not None and mask.places else None
+        self.places = pruned(program, *mask.places) if mask is not None and mask.places else None
         self._patterns: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     def key_blocks(self, step: int) -> tuple[list[list[bool]], list[list[bool]]] | None:
@@ -169,10 +169,3 @@ class Visibility:
         assert self.mask is not None
         fill = torch.where(visible, 0.0, torch.tensor(self.mask.fill, device=self.device))
         return -visible.to(torch.int32), fill.view(torch.int32), fill
-
-
-def prune(program: ScoreProgram, *results: int) -> ScoreProgram:
-    """The part of ``program`` that ``results`` need."""
-    builder = ProgramBuilder.like(program)
-    placed = builder.inline(program)
-    return builder.finish(*(placed[r] for r in results))

@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fa_inductor.program import Coordinates, Node, ScoreProgram, dependencies, evaluate
-
-from .schedule import prune
+from fa_inductor.program import Coordinates, Node, ScoreProgram, dependencies, evaluate, pruned
 
 Buffer = Callable[[str], Tensor]
 """A block by name, of the scores' shape, whose contents may be written over in the next block."""
@@ -43,7 +41,7 @@ class Steps:
         free = [i for i in sorted(outside) if self._is_free(i)]
         self.constants = {i: torch.tensor(self.nodes[i].value) for i in free if self.nodes[i].op == "const"}
         self.broadcast = [i for i in free if i not in self.constants]
-        self.broadcast_program = prune(program, *self.broadcast) if self.broadcast else None
+        self.broadcast_program = pruned(program, *self.broadcast) if self.broadcast else None
 
     @property
     def y_is_free(self) -> bool:

@@ -15,14 +15,14 @@ from fa_inductor.kernel_support import output_layout, source_hash, without_autoc
 from fa_inductor.program import Coordinates, ScoreProgram, evaluate
 from fa_inductor.program.affine import affine_form
 from fa_inductor.refusal import Refusal
-from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Needs, Plan
+from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Kernel, Needs, Plan
 
 from .support import choose, express, minus_infinity_possible
 
 aten = torch.ops.aten
 
 
-class TorchSdpaKernel:
+class TorchSdpaKernel(Kernel):
     """CPU flash attention, cuDNN and FlashAttention-2 as PyTorch ships them."""
 
     name = "torch_sdpa"

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fa_inductor.kernel_support import source_hash
 from fa_inductor.refusal import Refusal
-from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Needs, Plan
+from fa_inductor.request import AttentionRequest, Forward, Gradients, Inputs, Kernel, Needs, Plan, Size, TileLists
 
 from . import support
 from .config import choose
 from .traits import Traits
 
 
-class TritonFA2:
+class TritonFA2(Kernel):
     """See ``request.Kernel``."""
 
     name = "triton_fa2"
@@ -38,6 +40,16 @@ class TritonFA2:
             source_hash=source_hash(str(Path(__file__).parent)),
             reason=f"Triton renders any score program; tiles of {tile['fwd_m']} x {tile['fwd_n']}, {tile['fwd_warps']} warps",
         )
+
+    def tile_lists(self, plan: Plan, backward: bool) -> TileLists | None:
+        from .tile_lists import asked
+
+        return asked(plan, backward) if plan.get("lists") else None
+
+    def find_tiles(self, text: str, captures: Sequence[Tensor], sizes: Sequence[Size], shape: Sequence[Size], device: torch.device) -> list[Tensor]:
+        from .tile_lists import answer
+
+        return answer(text, captures, sizes, shape, device)
 
     def splits_lse(self, plan: Plan) -> bool:
         return Traits(plan).split_lse

@@ -14,6 +14,7 @@ from .codegen import columns_kernel, delta_kernel, dense_kernel, rows_kernel, su
 from .launch import common_arguments, empty_like_order, launch, tensor_arguments, tiles
 from .template_backward import Wanted
 from .text import strided
+from .tile_lists import lists_for
 from .traits import LoadGradient, Traits
 
 _MOST_ENTRIES = 4096
@@ -32,8 +33,9 @@ def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, grad
         return _whole(plan, inputs, result, grad_out, needs, dense[0] if dense else None)
     shared = _shared(traits, inputs, result, grad_out, grad_lse)
     sums: list[tuple[LoadGradient, Tensor]] = []
-    dq = _rows(plan, inputs, shared, needs.q, by_row, sums)
-    dk, dv = _columns(plan, inputs, shared, needs, by_key, sums)
+    walks = _walks(plan, inputs, needs.q or bool(by_row), needs.k or needs.v or bool(by_key))
+    dq = _rows(plan, inputs, shared | walks.get("rows", {}), needs.q, by_row, sums)
+    dk, dv = _columns(plan, inputs, shared | walks.get("columns", {}), needs, by_key, sums)
     tables: list[tuple[int, Tensor]] = []
     for gradient in dense:
         if _is_table(plan, inputs, gradient):
@@ -65,6 +67,14 @@ def _shared(traits: Traits, inputs: Inputs, result: Forward, grad_out: Tensor, g
         extra["LSE_LOW"] = result.extra[0]
     tensors = tensor_arguments({"Q": q, "K": inputs.k, "V": inputs.v, "DO": grad_out})
     return tensors | {"LSE": result.lse, "DELTA": delta} | extra | common_arguments(traits, inputs)
+
+
+def _walks(plan: Plan, inputs: Inputs, rows: bool, columns: bool) -> dict[str, dict[str, Tensor]]:
+    """The argument of the kernels that follow lists, by kernel."""
+    kernels = [name for name, wanted in (("rows", rows), ("columns", columns)) if wanted]
+    if not traits_of(plan).lists or not kernels:
+        return {}
+    return {name: {"WALK": found} for name, found in lists_for(plan, inputs, kernels).items()}
 
 
 def _rows(

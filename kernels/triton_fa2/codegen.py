@@ -15,11 +15,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fa_inductor.program import ScoreProgram
 from fa_inductor.request import Plan
 
 from .helpers import EXPM1, KEEP, LOG1P, PHILOX, PHILOX_ASSEMBLY, TANH_APPROXIMATE, TANH_EXACT
 from .template_backward import SUM, Wanted, columns_source, delta_source, dense_source, rows_source
 from .template_forward import forward_source
+from .template_tiles import LISTS, map_source
 from .template_whole import whole_source
 from .traits import LoadGradient, Traits
 
@@ -124,3 +126,13 @@ def whole_kernel(plan: Plan, want: Wanted, gradient: LoadGradient | None) -> Any
 @lru_cache(maxsize=512)
 def sum_kernel(plan: Plan) -> Any:
     return build(traits_of(plan), SUM, "fa2_sum")
+
+
+@lru_cache(maxsize=512)
+def map_kernel(program: ScoreProgram) -> Any:
+    return load_module(f"{_HEADER}\n{map_source(program)}").fa2_map
+
+
+@lru_cache(maxsize=1)
+def lists_kernel() -> Any:
+    return load_module(f"{_HEADER}\n{LISTS}").fa2_lists

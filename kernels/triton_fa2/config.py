@@ -15,6 +15,8 @@ from .fold import depends
 from .text import block
 
 _PROCESSORS = 132
+_LEAST_SCORES = 512 * 512
+"""Of one head, from which on a mask is mapped: below, the launches cost more than what they save."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
         fitted = _single(name, _fit(name, _shrink(name, launch, request), request, limit), request)
         entries |= {f"{name}_m": fitted.m, f"{name}_n": fitted.n, f"{name}_warps": fitted.warps, f"{name}_stages": fitted.stages}
         entries |= {f"{name}_single": fitted.single} if name != "dense" else {}
-    return tuple(sorted((entries | _whole(request, wide)).items()))
+    entries |= _whole(request, wide)
+    return tuple(sorted((entries | {"lists": _lists(request, entries)}).items()))
 
 
 def _hopper(wide: int) -> dict[str, Launch]:
@@ -113,6 +116,15 @@ def _single(name: str, launch: Launch, request: AttentionRequest) -> Launch:
     if name == "dense" or not (isinstance(length, int) and length <= tile):
         return launch
     return replace(launch, stages=1, single=True)
+
+
+def _lists(request: AttentionRequest, entries: dict[str, int | str | bool]) -> bool:
+    """Walk over lists of tiles: the mask is more than bounds, and so much may be skipped that a pass over it pays."""
+    mask = request.facts.mask
+    if mask is None or not mask.places or any(entries[f"{name}_single"] for name in ("fwd", "rows", "columns")):
+        return False
+    queries, keys = request.q.shape[2], request.k.shape[2]
+    return not (isinstance(queries, int) and isinstance(keys, int)) or queries * keys >= _LEAST_SCORES
 
 
 def _whole(request: AttentionRequest, wide: int) -> dict[str, int | bool]:

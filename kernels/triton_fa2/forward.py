@@ -8,6 +8,7 @@ from fa_inductor.request import Forward, Inputs, Plan
 
 from .codegen import forward_kernel, traits_of
 from .launch import common_arguments, empty_like_order, launch, tensor_arguments, tiles
+from .tile_lists import lists_for
 
 
 def forward(plan: Plan, inputs: Inputs) -> Forward:
@@ -23,6 +24,8 @@ def forward(plan: Plan, inputs: Inputs) -> Forward:
     exact = empty_like_order(q, out.shape if traits.exact_delta else (0, 0, 0, 0), torch.float32)
     if traits.exact_delta:
         arguments |= tensor_arguments({"O32": exact})
+    if traits.lists:
+        arguments["WALK"] = lists_for(plan, inputs, ("fwd",))["fwd"]
     size = int(plan.get("fwd_m"))
     launch(
         forward_kernel(plan),

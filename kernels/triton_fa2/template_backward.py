@@ -53,10 +53,12 @@ class Wanted:
         return bool(self.captures) or bool(self.tensors & {"q", "k"})
 
 
-def common_parameters(traits: Traits, outputs: Iterable[str], partials: Iterable[LoadGradient]) -> list[str]:
+def common_parameters(traits: Traits, outputs: Iterable[str], partials: Iterable[LoadGradient], walks: bool = False) -> list[str]:
+    """``walks``: the kernel follows a list of tiles, where there are lists."""
     names = [*strided(("Q", "K", "V", "DO")), "LSE", "DELTA", *strided(tuple(outputs)), *(f"G{i}" for i, _ in enumerate(partials))]
     names += ["LSE_LOW"] if traits.split_lse else []
     names += ["FLAG"] if traits.flag_below is not None else []
+    names += ["WALK"] if walks and traits.lists else []
     return [*names, *random_parameters(traits), *capture_parameters(traits), *(f"Z{i}" for i in traits.sizes), "H", "Lq", "Lk"]
 
 
@@ -175,6 +177,8 @@ def _flagged(traits: Traits, tiles: str, kernel: str) -> list[str]:
     """A head with a row that hidden tiles decide visits all tiles."""
     if traits.flag_below is None or traits.single(kernel):
         return []
+    if traits.lists:
+        return [f"n_seen = tl.where(tl.load(FLAG + bh) != 0, {tiles}, n_seen)"]
     return ["whole = tl.load(FLAG + bh) != 0", "t_lo = tl.where(whole, 0, t_lo)", f"t_hi = tl.where(whole, {tiles}, t_hi)"]
 
 
@@ -237,7 +241,7 @@ def rows_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, ...]
         ]
     body += [f"tl.store(G{i} + row, g{i}, mask=q_in)" for i, _ in enumerate(partials)]
     outputs = ["DQ"] if "q" in want.tensors else []
-    return kernel("fa2_backward_rows", common_parameters(traits, outputs, partials), CONSTANTS, unspecialized(traits), body)
+    return kernel("fa2_backward_rows", common_parameters(traits, outputs, partials, walks=True), CONSTANTS, unspecialized(traits), body)
 
 
 def tile_setup(traits: Traits) -> list[str]:
@@ -327,7 +331,7 @@ def columns_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, .
                 base(f"d{letter}_base", tensor, "b", "kv_h"),
                 f"tl.store({tile_pointer(f'd{letter}_base', tensor, 'k_rows', local)}, {value}.to({tensor}.dtype.element_ty), mask={inside})",
             ]
-    return kernel("fa2_backward_columns", common_parameters(traits, outputs, partials), CONSTANTS, unspecialized(traits), body)
+    return kernel("fa2_backward_columns", common_parameters(traits, outputs, partials, walks=True), CONSTANTS, unspecialized(traits), body)
 
 
 def _key_tile(traits: Traits) -> list[str]:

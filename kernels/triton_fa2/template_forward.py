@@ -42,6 +42,7 @@ def parameters(traits: Traits) -> list[str]:
     names = [*strided(("Q", "K", "V", "O")), "LSE"]
     names += ["LSE_LOW"] if traits.split_lse else []
     names += strided(("O32",)) if traits.exact_delta else []
+    names += ["WALK"] if traits.lists else []
     return [*names, *random_parameters(traits), *capture_parameters(traits), *(f"Z{i}" for i in traits.sizes), "H", "Lq", "Lk"]
 
 
@@ -158,8 +159,11 @@ def _repair(traits: Traits, edge: list[str]) -> list[str]:
     if traits.repair is None or traits.single("fwd"):
         return []
     least = traits.repair if traits.natural else traits.repair * LOG2E
+    low = f"low_rows = tl.max(tl.where(q_in & (m < {literal(least)}), 1, 0), 0)"
+    if traits.lists:
+        return [low, "for e in tl.range(n_seen, n_seen + low_rows * (tiles_n - n_seen), num_stages=1):", *indent(["t = tl.load(walk + e)", *edge])]
     return [
-        f"low_rows = tl.max(tl.where(q_in & (m < {literal(least)}), 1, 0), 0)",
+        low,
         "for e in tl.range(0, low_rows * (t_lo + tiles_n - t_hi), num_stages=1):",
         *indent(["t = tl.where(e < t_lo, e, e - t_lo + t_hi)", *edge]),
     ]

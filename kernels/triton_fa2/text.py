@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .intervals import letters
 from .render import Renderer
 from .traits import Traits
 
@@ -129,6 +130,8 @@ def tile_range(rows: bool, traits: Traits, kernel: str, predicate: Sequence[str]
     """
     if traits.single(kernel):
         return []
+    if traits.lists:
+        return _listed(traits, rows)
     upper, lower = traits.bound("upper"), traits.bound("lower")
     length, size, tiles = ("Lk", "BLOCK_N", "tiles_n") if rows else ("Lq", "BLOCK_M", "tiles_m")
     # sums with a tensor, because a length of 1 may arrive as a constant, which a loop cannot carry
@@ -155,9 +158,24 @@ def tile_range(rows: bool, traits: Traits, kernel: str, predicate: Sequence[str]
     ]
 
 
+_MAPS = {"bh": "bh", "b": "b", "h": "h", "": "0"}
+"""The number of the map of (b, h), by what the mask depends on."""
+
+
+def _listed(traits: Traits, rows: bool) -> list[str]:
+    """``walk``: this program's list of tiles, ``n_full`` full ones first, then the others of ``n_seen``."""
+    own, tiles, others = ("m_id", "tiles_m", "tiles_n") if rows else ("n_id", "tiles_n", "tiles_m")
+    return [
+        f"walk = WALK + (({_MAPS[letters(traits.conditions)]} * {tiles} + {own}).to(tl.int64)) * ({others} + 2)",
+        "n_full = tl.load(walk)",
+        "n_seen = tl.load(walk + 1)",
+        "walk += 2",
+    ]
+
+
 def key_scan(traits: Traits) -> list[str]:
     """Narrow the key range to the first and last key that the padding conditions let through (one pass over their tensor)."""
-    if not traits.key_terms:
+    if not traits.key_terms or traits.lists:
         return []
     renderer = Renderer(traits.plan.program, {"b": "b", "h": "h", "k": "scan_k"}, ("k",), "s")
     visible = " & ".join(renderer.value(t) for t in traits.key_terms)
@@ -189,6 +207,13 @@ def tile_loops(inner: Sequence[str], edge: Sequence[str], traits: Traits, kernel
     """The interior loop, then one loop over the edge tiles on both of its sides; the edge tile alone where there is one tile."""
     if traits.single(kernel):
         return ["t = 0", *edge]
+    if traits.lists:
+        return [
+            "for e in tl.range(0, n_full):",
+            *indent(["t = tl.load(walk + e)", *inner]),
+            "for e in tl.range(n_full, n_seen):",
+            *indent(["t = tl.load(walk + e)", *edge]),
+        ]
     masked_loops = bool(traits.mask and traits.mask.terms)
     stages = "" if masked_loops else ", num_stages=1"  # without a mask the edge is at most one ragged tile
     return [

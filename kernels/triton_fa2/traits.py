@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fa_inductor.facts import Affine, MaskFacts
-from fa_inductor.program import ProgramBuilder, ScoreProgram, dependencies, differentiate
+from fa_inductor.program import ProgramBuilder, ScoreProgram, dependencies, differentiate, pruned
 from fa_inductor.program.evaluate import load_axes
 from fa_inductor.request import Plan
 
@@ -139,6 +139,11 @@ class Traits:
         term = self.mask.term(kind) if self.mask else None  # type: ignore[arg-type]
         return affine(term.bound) if term and term.bound else None
 
+    @property
+    def lists(self) -> bool:
+        """The kernels walk over lists of tiles that a pass over the mask made (``template_tiles``), not over ranges."""
+        return bool(self.plan.get("lists"))
+
     @cached_property
     def key_terms(self) -> tuple[int, ...]:
         return tuple(t.node for t in self.mask.terms if t.kind == "key") if self.mask else ()
@@ -164,10 +169,21 @@ class Traits:
         return mask is None or not mask.every_row_visible or not moderate(self.interior, self.interior.result)
 
     @cached_property
+    def conditions(self) -> ScoreProgram:
+        """What must hold for a score to be visible, as the results of one program."""
+        assert self.mask is not None
+        return pruned(self.plan.program, *(t.node for t in self.mask.terms), *self.mask.places)
+
+    @property
+    def _skips(self) -> bool:
+        """Some tile may be left out."""
+        return self.lists or bool(self.mask and self.mask.terms)
+
+    @cached_property
     def repair(self) -> float | None:
         """Hidden tiles must be visited for rows whose maximum stays below this; None where skipping is always exact."""
         mask = self.mask
-        if mask is None or mask.every_row_visible or not mask.terms or mask.fill == -math.inf:
+        if mask is None or mask.every_row_visible or not self._skips or mask.fill == -math.inf:
             return None
         return mask.skip_above
 
@@ -175,7 +191,7 @@ class Traits:
     def flag_below(self) -> float | None:
         """In backward, a head with an lse below this visits every tile (-inf: only lse == -inf counts)."""
         mask = self.mask
-        if mask is None or not mask.terms or mask.every_row_visible:
+        if mask is None or not self._skips or mask.every_row_visible:
             return None
         if mask.fill == -math.inf:
             return None if self.zero_rows else -math.inf
@@ -189,7 +205,8 @@ class Traits:
             return program
         builder = ProgramBuilder.like(program)
         yes = builder.const(True)
-        placed = builder.inline(program, {t.node: yes for t in self.mask.terms})
+        known = (*(t.node for t in self.mask.terms), *(self.mask.places if self.lists else ()))
+        placed = builder.inline(program, dict.fromkeys(known, yes))
         return builder.finish(placed[program.result])
 
     def _folds(self, program: ScoreProgram) -> bool:

@@ -67,8 +67,8 @@ def test_inductor_launches_the_same_kernels(form: str) -> None:
     seed = torch.tensor([3, 4], device="cuda")
 
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, captures: list[torch.Tensor]) -> list[torch.Tensor]:
-        result = torch.ops.fa_inductor.attention(q, k, v, captures, sizes, 0.1, seed, plan)
-        return [result[0], *torch.ops.fa_inductor.attention_backward(grad, None, q, k, v, captures, sizes, 0.1, seed, *result, needs, plan)]
+        result = torch.ops.fa_inductor.attention(q, k, v, captures, [], sizes, 0.1, seed, plan)
+        return [result[0], *torch.ops.fa_inductor.attention_backward(grad, None, q, k, v, captures, [], sizes, 0.1, seed, *result, needs, plan)]
 
     arguments = (p.q, p.k, p.v, p.grad_out, list(p.captures))
     for dynamic in (False, True):

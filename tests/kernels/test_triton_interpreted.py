@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -52,6 +53,32 @@ def test_case(worker: Worker, name: str) -> None:
 @pytest.mark.parametrize("name", MASKED)
 def test_small_tiles(worker: Worker, name: str) -> None:
     worker.run("case", name=name, config=small_tiles(16))
+
+
+LISTED = ["documents_inf", "blocks_inf_hidden_rows", "blocks_min_hidden_rows", "groups_of_heads_grad"]
+
+
+@pytest.mark.parametrize("tile", [16, 32])
+@pytest.mark.parametrize("name", [*LISTED, *(f"{n}-rectangle" for n in LISTED[:3]), "blocks_inf_hidden_rows-zero"])
+def test_lists_of_tiles_are_walked(worker: Worker, name: str, tile: int) -> None:
+    worker.run("case", name=name, config=small_tiles(tile) | {"lists": True, "fwd_m": 32, "columns_n": 64})
+
+
+@pytest.mark.parametrize(
+    ("lq", "lk", "own", "listed", "columns"), [(70, 90, 16, 32, False), (70, 90, 32, 16, True), (64, 64, 64, 16, True), (1, 200, 16, 16, False)]
+)
+def test_lists_of_tiles(worker: Worker, lq: int, lk: int, own: int, listed: int, columns: bool) -> None:
+    worker.run("lists_of_tiles", lq=lq, lk=lk, own=own, listed=listed, columns=columns)
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000])
+def test_no_claim_about_a_tile_is_wrong(worker: Worker, first: int) -> None:
+    worker.run("map_claims", first=first, programs=100)
+
+
+@pytest.mark.parametrize(("mask", "fill", "dynamic"), [(m, f, d) for m in ("documents", "tensor", "written") for f, d in ((-math.inf, True), (-1e9, False))])
+def test_layers_share_lists(worker: Worker, mask: str, fill: float, dynamic: bool) -> None:
+    worker.run("shared_lists", mask=mask, fill=fill, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

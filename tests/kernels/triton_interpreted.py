@@ -337,6 +337,120 @@ def strides_follow_inputs() -> None:
         assert tensor.stride() == (length * heads * size, size, heads * size, 1)
 
 
+def map_claims(first: int, programs: int) -> None:
+    """Random conditions: no tile that the map calls empty or full is not, and it tells about as many as interval arithmetic in PyTorch."""
+    import torch
+    from test_tile_map import Grammar, blocks_of, tensors
+
+    from fa_inductor.kernels.triton_fa2 import tile_lists
+    from fa_inductor.kernels.triton_fa2.intervals import letters
+    from fa_inductor.program import Coordinates, evaluate
+    from fa_inductor.program.tile_map import Tiling, tile_map
+
+    cpu, told, known = torch.device("cpu"), 0, 0
+    for seed in range(first, first + programs):
+        grammar = Grammar(seed)
+        program = grammar.b.finish(grammar.boolean(3))
+        g = torch.Generator().manual_seed(seed)
+        b, h, lq, lk = (int(torch.randint(low, high, (), generator=g)) for low, high in ((1, 3), (1, 3), (1, 40), (1, 80)))
+        q, k = (1 << int(torch.randint(0, 4, (), generator=g)), 4 << int(torch.randint(0, 3, (), generator=g)))
+        captures, sizes = tensors(b, lq, lk, g), (lq, lk)
+        score = torch.randn(b, h, lq, lk, generator=g) * 3
+        box = Coordinates((0, b), (0, h), (0, lq), (0, lk))
+        held = evaluate(program, box, score=score, captures=captures, sizes=sizes, device=cpu)[0].expand(b, h, lq, lk)
+        state = tile_lists.find_map(program, q, k, captures, sizes, (b, h, lq, lk), cpu)
+        own = letters(program)
+        state = state.view(b if "b" in own else 1, h if "h" in own else 1, -(-lq // q), -(-lk // k))
+        may, must = (state & 1 > 0), (state & 2 > 0)
+        some, every = blocks_of(held, q, k, "any", False), blocks_of(held, q, k, "all", True)
+        what = f"seed {seed}, tiles {q} x {k} of {lq} x {lk}\n{program}"
+        assert not (some & ~may).any(), f"a tile with a visible element is called empty, {what}"
+        assert not (must & ~every).any(), f"a tile with a hidden element is called full, {what}"
+        other = tile_map(program, [program.result], Tiling(b, h, lq, lk, q, k, cpu), captures, sizes)
+        told += int((~may).expand(some.shape).sum() + must.expand(some.shape).sum())
+        known += int((~other.may).expand(some.shape).sum() + (other.must & other.may).expand(some.shape).sum())
+    assert told >= known * 0.98, f"{told} tiles are told, interval arithmetic in PyTorch tells {known}"
+
+
+def lists_of_tiles(lq: int, lk: int, own: int, listed: int, columns: bool) -> None:
+    """Each list against the map: full, partly visible and empty tiles, each in order."""
+    import torch
+
+    from fa_inductor.kernels.triton_fa2.tile_lists import Walk, find_lists
+    from fa_inductor.program import ProgramBuilder
+
+    builder = ProgramBuilder()
+    program = builder.finish(builder.load(builder.capture("bool", 3), [builder.index("h"), builder.index("q"), builder.index("k")]))
+    g = torch.Generator().manual_seed(lq + lk)
+    step = 8
+    blocks = torch.randint(0, 3, (2, -(-lq // step), -(-lk // step)), generator=g).repeat_interleave(step, 1).repeat_interleave(step, 2)[:, :lq, :lk]
+    visible = (blocks == 2) | ((blocks == 1) & (torch.rand(2, lq, lk, generator=g) < 0.5))
+    fine = Walk(16, 16, False)
+    _, found = find_lists(program, (fine, Walk(own, listed, columns)), [visible], (), (3, 2, lq, lk), torch.device("cpu"))
+    mine = visible.mT if columns else visible
+    length, others = mine.shape[1:]
+    rows = [mine[h, i : i + own] for h in range(2) for i in range(0, length, own)]
+    assert found.shape == (len(rows), -(-others // listed) + 2)
+    for i, (row, got) in enumerate(zip(rows, found.tolist(), strict=True)):
+        tiles = [row[:, j : j + listed] for j in range(0, others, listed)]
+        whole = [bool(t.all()) and t.shape[1] == listed and not (columns and t.shape[0] < own) for t in tiles]
+        seen = [bool(t.any()) for t in tiles]
+        kinds = [[t for t, _ in enumerate(tiles) if (whole[t], seen[t]) == kind] for kind in ((True, True), (False, True), (False, False))]
+        assert got == [len(kinds[0]), len(kinds[0]) + len(kinds[1]), *kinds[0], *kinds[1], *kinds[2]], (i, got, kinds)
+
+
+def shared_lists(mask: str, fill: float, dynamic: bool) -> None:
+    """Two layers under one mask, from search to gradients: its tiles are listed once, and a mask that is written to between them twice."""
+    import math
+
+    import torch
+    from fusing import check
+
+    from fa_inductor.kernels.triton_fa2 import config
+    from fa_inductor.kernels.triton_fa2 import tile_lists as lists
+    from fa_inductor.options import Options
+
+    length, found = 150, []
+    config._LEAST_SCORES, find = 1, lists.find_lists
+    lists.find_lists = lambda *args: (found.append(args[1]), find(*args))[1]
+    torch.manual_seed(0)
+    ids = (torch.arange(length) // 40).expand(2, length).contiguous()
+    blocks = (torch.rand(5, 5) < 0.4).repeat_interleave(32, 0).repeat_interleave(32, 1)[:length, :length].contiguous()
+    blocks |= torch.eye(length, dtype=torch.bool)
+    if fill > -math.inf:
+        blocks[64:96] = False  # rows without a key
+
+    def layer(x, visible):
+        q, k, v = x.view(2, -1, 2, 16).transpose(1, 2), x.mul(0.5).view(2, -1, 2, 16).transpose(1, 2), x.view(2, -1, 2, 16).transpose(1, 2)
+        scores = (q @ k.transpose(-2, -1) / 4).masked_fill(~visible, fill)
+        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+
+    def documents(x, ids):
+        visible = (ids[:, None, :, None] == ids[:, None, None, :]) & torch.ones(ids.shape[-1], ids.shape[-1], dtype=torch.bool).tril()
+        return layer(layer(x, visible), visible)
+
+    def tensor(x, blocks):
+        return layer(layer(x, blocks), blocks)
+
+    def written(x, blocks):
+        blocks = blocks.clone()
+        x = layer(x, blocks)
+        blocks[:, :40] = True
+        return layer(x, blocks)
+
+    function, given, passes = {"documents": (documents, ids, 1), "tensor": (tensor, blocks, 1), "written": (written, blocks, 2)}[mask]
+    try:
+        x = torch.randn(2, length, 32)
+        sites = check(function, (x.requires_grad_(), given), sites=2, options=Options(kernel="triton_fa2"), dynamic=dynamic or None)
+        assert {s.kernel for s in sites} == {"triton_fa2"}
+        assert len(found) == passes and all(len(w) == 3 for w in found), found
+        with torch.no_grad():
+            check(function, (x.detach(), given), sites=2, options=Options(kernel="triton_fa2"), dynamic=dynamic or None)
+        assert len(found) == 2 * passes and len(found[-1]) == 1, found
+    finally:
+        config._LEAST_SCORES, lists.find_lists = 512 * 512, find
+
+
 CHECKS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
@@ -354,6 +468,9 @@ CHECKS: dict[str, Callable[..., None]] = {
         form,
         functions_near_zero,
         strides_follow_inputs,
+        map_claims,
+        lists_of_tiles,
+        shared_lists,
     )
 }
 

@@ -143,7 +143,7 @@ _LOGIC = {
     "ne": ("({am} & ~{ba}) | (~{aa} & {bm})", "({aa} & ~{bm}) | (~{am} & {ba})"),
     "where": ("({am} & {bm}) | (~{aa} & {cm})", "(~{am} | {ba}) & ({aa} | {ca})"),
 }
-_CHUNK, _CHUNK_DENSE = 64, 8
+_CHUNK, _CHUNK_DENSE = 64, 4
 """Key tiles of one program: what is read at both q and k is read once, by many programs with much in flight."""
 
 
@@ -231,26 +231,25 @@ class IntervalRenderer:
 
     def _conditions(self, read: str, inside: str, names: tuple[str, str]) -> None:
         (may, every), x = names, f"x{names[0][1:]}"
-        self.lines += [f"{x} = ({read} != 0).to(tl.int32) + {_ZEROS}", f"{may} = {_over_tile('max', x)} > 0"]
+        self.lines += [f"{x} = ({read} != 0).to(tl.int8) + {_ZEROS}", f"{may} = {_over_tile('max', x)} > 0"]
         self.lines += [f"{every} = {_over_tile('min', f'tl.where({inside}, {x}, 1)' if inside else x)} > 0"]
 
     def _packed(self, capture: int, terms: list[str], names: tuple[str, str]) -> None:
-        """Four conditions to a word where rows begin at words: a byte at a time would take longer than reading them."""
+        """Four conditions to a word, away from the edges and where rows begin at words: a byte at a time would take longer than to read them."""
         (may, every), w = names, f"w{names[0][1:]}"
-        strides = " & ".join(f"(({t}).to(tl.int64) % 4 == 0)" for t in terms[:-1] if "_at" not in t)
-        steps = " & ".join(f"(C{capture}_s{d} % 4 == 0)" for d, t in enumerate(terms[:-1]) if "_at" in t)
-        aligned = " & ".join(x for x in (f"(C{capture}.to(tl.int64) % 4 == 0) & (C{capture}_s{len(terms) - 1} == 1) & (Lk % 4 == 0)", strides, steps) if x)
-        words = " + ".join(["(" + t + ") // 4" for t in terms[:-1]] + ["word_at"])
-        self.lines += [
-            f"if {aligned}:",
-            f"    {w} = tl.load(C{capture}.to(tl.pointer_type(tl.int32), bitcast=True) + {words}, mask=q_in & (word_at * 4 < Lk), other=0)",
-            f"    {may} = {_over_tile('max', f'({w} != 0).to(tl.int32)')} > 0",
-            f"    {every} = {_over_tile('max', f'(({w} != 0x01010101) & q_in & (word_at * 4 < Lk)).to(tl.int32)')} == 0",
-            "else:",
-        ]
+        row = " + ".join([f"C{capture}", *terms[:-1]])
+        steps = [f"({t if '_at' not in t else t.split(' * ')[1]}) % 4 == 0" for t in terms[:-1]]
+        aligned = " & ".join(f"({x})" for x in (f"C{capture}.to(tl.int64) % 4 == 0", f"C{capture}_s{len(terms) - 1} == 1", *steps, "inner"))
         rest = IntervalRenderer(self.program)
         rest._conditions(_read(capture, terms, "q_in & k_in"), "q_in & k_in", names)
-        self.lines += ["    " + line for line in rest.lines]
+        self.lines += [
+            f"if {aligned}:",
+            f"    {w} = tl.load(({row}).to(tl.pointer_type(tl.int32), bitcast=True) + word_at)",
+            f"    {may} = {_over_tile('max', f'({w} != 0).to(tl.int32)')} > 0",
+            f"    {every} = {_over_tile('max', f'({w} != 0x01010101).to(tl.int32)')} == 0",
+            "else:",
+            *("    " + line for line in rest.lines),
+        ]
 
     def _numbers(self, read: str, inside: str, names: tuple[str, str], dtype: str) -> None:
         (low, high), x = names, f"x{names[0][1:]}"
@@ -268,7 +267,7 @@ class IntervalRenderer:
         self.lines.append(f"{low}, {high} = fa2_known({low}, {high}, tl.full([], {limit}, tl.float64))")
 
 
-_ZEROS = "tl.zeros([1, 1, 1], tl.int32)"
+_ZEROS = "tl.zeros([1, 1, 1], tl.int8)"
 """Added to what is read, so that a scalar too is a tile."""
 
 

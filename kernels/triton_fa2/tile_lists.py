@@ -128,7 +128,7 @@ def find_map(
     state = torch.empty((rows * tiles(lk, tile_k),), dtype=torch.int8, device=device)
     arguments = {"STATE": state} | tensor_arguments({f"C{c}": captures[c] for c in sorted(program.reads())})
     arguments |= {f"Z{i}": sizes[i] for i in sizes_of(program)} | {"H": heads, "Lq": lq, "Lk": lk}
-    launch(map_kernel(program), rows * tiles(tiles(lk, tile_k), chunk(program)), arguments, TILE_Q=tile_q, TILE_K=tile_k, num_warps=4, num_stages=1)
+    launch(map_kernel(program), rows * tiles(tiles(lk, tile_k), chunk(program)), arguments, TILE_Q=tile_q, TILE_K=tile_k, num_warps=8, num_stages=1)
     return state
 
 

@@ -31,6 +31,15 @@ def test_long(form: str, d: int, dtype: torch.dtype) -> None:
     check(KERNEL, Case(f"{form}-{d}", form, Dims(2, 4, 2, 515, 515, d, d), dtype), "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dims", [Dims(2, 4, 2, 1000, 1000, 64, 64), Dims(1, 2, 2, 600, 1024, 128, 128), Dims(2, 2, 1, 1023, 769, 80, 40)])
+@pytest.mark.parametrize("form", ["documents_inf", "blocks_inf_hidden_rows", "blocks_min_hidden_rows"])
+def test_lists_of_tiles_are_walked(form: str, dims: Dims, dtype: torch.dtype) -> None:
+    case = Case("listed", form, dims, dtype)
+    assert KERNEL.plan(problem(case, "cuda").request()).get("lists")
+    check(KERNEL, case, "cuda")
+
+
 def test_many_small_windows() -> None:
     """More (b, h) than a grid's second dimension holds."""
     check(KERNEL, Case("windows", "bias_hqk_grad", Dims(24576, 3, 3, 49, 49, 32, 32), torch.float16), "cuda")

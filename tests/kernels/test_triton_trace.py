@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,10 +49,12 @@ def _symbol(environment: Any, value: int, name: str) -> Any:
 
 
 FORMS = ("plain", "causal_min", "bottom_right_min", "bias_hqk_grad", "bias_bk_grad", "alibi_grad", "padding_replace_min", "buckets_grad")
+LISTED = ("documents_inf", "blocks_min_hidden_rows")
+"""Masks whose tiles are listed."""
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *LISTED])
 def test_traces_without_guards(form: str, dropout: float) -> None:
     check_trace(form, dropout, KV_HEADS, LENGTH, lengths_known=False)
 
@@ -69,6 +72,9 @@ def check_trace(form: str, dropout: float, kv_heads: int, tokens: int, lengths_k
 
     p = problem(Case("trace", form, Dims(BATCH, HEADS, kv_heads, tokens, tokens, D, D), torch.bfloat16))
     _State.plan, _State.needs, _State.dropout = KERNEL.plan(p.request(dropout)), all_needs(p), dropout
+    if form in LISTED:
+        several = {f"{kernel}_single": False for kernel in ("fwd", "rows", "columns")}
+        _State.plan = replace(_State.plan, config=tuple(sorted((dict(_State.plan.config) | several | {"lists": True}).items())))
     environment = ShapeEnv()
     batch = _symbol(environment, BATCH, "B")
     length = tokens if lengths_known else _symbol(environment, tokens, "L")

@@ -19,7 +19,7 @@ from fa_inductor.kernels.triton_fa2.template_backward import Wanted
 from fa_inductor.request import AttentionRequest, Plan
 
 _TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int64": "i64", "int32": "i32"}
-_FIXED = {"LSE": "*fp32", "DELTA": "*fp32", "LSE_LOW": "*fp32", "O32": "*fp32", "FLAG": "*i32", "SEED": "*i64", "dropout_p": "fp32"}
+_FIXED = {"LSE": "*fp32", "DELTA": "*fp32", "LSE_LOW": "*fp32", "O32": "*fp32", "FLAG": "*i32", "WALK": "*i32", "SEED": "*i64", "dropout_p": "fp32"}
 
 
 @dataclass(frozen=True)

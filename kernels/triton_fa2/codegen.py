@@ -21,7 +21,7 @@ from fa_inductor.request import Plan
 from .helpers import EXPM1, KEEP, LOG1P, PHILOX, PHILOX_ASSEMBLY, TANH_APPROXIMATE, TANH_EXACT
 from .template_backward import SUM, Wanted, columns_source, delta_source, dense_source, rows_source
 from .template_forward import forward_source
-from .template_tiles import LISTS, map_source
+from .template_tiles import LISTS, ORDER, map_source
 from .template_whole import whole_source
 from .traits import LoadGradient, Traits
 
@@ -136,3 +136,8 @@ def map_kernel(program: ScoreProgram) -> Any:
 @lru_cache(maxsize=1)
 def lists_kernel() -> Any:
     return load_module(f"{_HEADER}\n{LISTS}").fa2_lists
+
+
+@lru_cache(maxsize=1)
+def order_kernel() -> Any:
+    return load_module(f"{_HEADER}\n{ORDER}").fa2_order

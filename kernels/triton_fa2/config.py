@@ -15,6 +15,8 @@ from .fold import depends
 from .text import block
 
 _PROCESSORS = 132
+_NARROW = 512
+"""Keys of a band, up to which all its tiles are visited by one loop."""
 _LEAST_SCORES = 512 * 512
 """Of one head, from which on a mask is mapped: below, the launches cost more than what they save."""
 
@@ -60,7 +62,8 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
         entries |= {f"{name}_m": fitted.m, f"{name}_n": fitted.n, f"{name}_warps": fitted.warps, f"{name}_stages": fitted.stages}
         entries |= {f"{name}_single": fitted.single} if name != "dense" else {}
     entries |= _whole(request, wide)
-    return tuple(sorted((entries | {"lists": _lists(request, entries)}).items()))
+    entries |= {"lists": _lists(request, entries), "narrow": _narrow(request)}
+    return tuple(sorted(entries.items()))
 
 
 def _hopper(wide: int) -> dict[str, Launch]:
@@ -116,6 +119,14 @@ def _single(name: str, launch: Launch, request: AttentionRequest) -> Launch:
     if name == "dense" or not (isinstance(length, int) and length <= tile):
         return launch
     return replace(launch, stages=1, single=True)
+
+
+def _narrow(request: AttentionRequest) -> bool:
+    """A band of so few tiles that a loop of its own for the interior ones would not get going."""
+    mask = request.facts.mask
+    bounds = [mask.term(kind) for kind in ("lower", "upper")] if mask is not None else []
+    ends = [t.bound.constant for t in bounds if t is not None and t.bound is not None and not t.bound.terms]
+    return len(ends) == 2 and ends[1] - ends[0] <= _NARROW
 
 
 def _lists(request: AttentionRequest, entries: dict[str, int | str | bool]) -> bool:

@@ -7,6 +7,7 @@ program of ``fa2_map``, of length 1 where it does not depend on the key. What is
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from fa_inductor.program import ScoreProgram, dependencies
 from fa_inductor.program.evaluate import load_axes
@@ -143,7 +144,7 @@ _LOGIC = {
     "ne": ("({am} & ~{ba}) | (~{aa} & {bm})", "({aa} & ~{bm}) | (~{am} & {ba})"),
     "where": ("({am} & {bm}) | (~{aa} & {cm})", "(~{am} | {ba}) & ({aa} | {ca})"),
 }
-_CHUNK, _CHUNK_DENSE = 64, 4
+_CHUNK, _CHUNK_DENSE = 16, 4
 """Key tiles of one program: what is read at both q and k is read once, by many programs with much in flight."""
 
 
@@ -218,62 +219,96 @@ class IntervalRenderer:
         capture = int(node.value)  # type: ignore[arg-type]
         if axes is None or any(isinstance(a, int) and a < 0 for a in axes):
             self._assign(names, _unknown(node))
-            return
-        place = {"b": "b.to(tl.int64)", "h": "h.to(tl.int64)", "q": "q_at", "k": "k_at"}
-        terms = [f"{place[a] if isinstance(a, str) else f'tl.full([], {a}, tl.int64)'} * C{capture}_s{d}" for d, a in enumerate(axes)]
-        inside = " & ".join(f"{a}_in" for a in ("q", "k") if a in axes)
-        if node.type == "bool" and is_dense(self.program, node) and axes[-1] == "k":
-            self._packed(capture, terms, names)
+        elif is_dense(self.program, node):
+            self._dense(_Read(capture, axes, "row"), node.type == "bool", names)
         elif node.type == "bool":
-            self._conditions(_read(capture, terms, inside), inside, names)
+            (may, every), read, x = names, _Read(capture, axes, "q"), f"x{names[0][1:]}"
+            self.lines += [f"{x} = ({read.text} != 0).to(tl.int8) + {_ZEROS}", f"{may} = {_over_tile('max', x)} > 0"]
+            self.lines += [f"{every} = {_over_tile('min', f'tl.where({read.inside}, {x}, 1)' if read.inside else x)} > 0"]
         else:
-            self._numbers(_read(capture, terms, inside), inside, names, self.program.captures[capture].dtype)
+            self._numbers(_Read(capture, axes, "q"), names)
 
-    def _conditions(self, read: str, inside: str, names: tuple[str, str]) -> None:
-        (may, every), x = names, f"x{names[0][1:]}"
-        self.lines += [f"{x} = ({read} != 0).to(tl.int8) + {_ZEROS}", f"{may} = {_over_tile('max', x)} > 0"]
-        self.lines += [f"{every} = {_over_tile('min', f'tl.where({inside}, {x}, 1)' if inside else x)} > 0"]
+    def _numbers(self, read: _Read, names: tuple[str, str]) -> None:
+        x, kind = f"x{names[0][1:]}", self._kind(read)
+        self.lines += [f"{x} = {read.text}.to({kind}) + {_ZEROS}"]
+        ends = [f'tl.where({read.inside}, {x}, float("{sign}inf"))' if read.inside else x for sign in ("", "-")]
+        bad = _over_tile("max", f"({x} != {x}).to(tl.int8)")
+        self._bounds(names, _over_tile("min", ends[0]), _over_tile("max", ends[1]), bad, kind)
 
-    def _packed(self, capture: int, terms: list[str], names: tuple[str, str]) -> None:
+    def _kind(self, read: _Read) -> str:
+        return "tl.float32" if self.program.captures[read.capture].dtype in ("float32", "float16", "bfloat16") else "tl.float64"
+
+    def _bounds(self, names: tuple[str, str], least: str, greatest: str, bad: str, kind: str) -> None:
+        low, high = names
+        self.lines += [f"{low} = ({least}).to(tl.float64)", f"{high} = ({greatest}).to(tl.float64)"]
+        if kind == "tl.float32":
+            self.lines += [f"bad = ({bad}) > 0", f'{low} = tl.where(bad, float("-inf"), {low})', f'{high} = tl.where(bad, float("inf"), {high})']
+        limit = 'float("inf")' if kind == "tl.float32" else repr(EXACT)
+        self.lines.append(f"{low}, {high} = fa2_known({low}, {high}, tl.full([], {limit}, tl.float64))")
+
+    def _dense(self, read: _Read, conditions: bool, names: tuple[str, str]) -> None:
+        """One element for each score: a few rows at a time, so that many programs are resident and much is in flight."""
+        x, (low, high), kind = f"x{names[0][1:]}", names, "tl.int8" if conditions else self._kind(read)
+        ends = ("0", "1") if conditions else ('float("-inf")', 'float("inf")')
+        value = f"({read.text} != 0).to(tl.int8)" if conditions else f"{read.text}.to({kind})"
+        lines = [
+            f"{x}_max = tl.full([ROWS, {chunk(self.program)}, TILE_K], {ends[0]}, {kind})",
+            f"{x}_min = tl.full([ROWS, {chunk(self.program)}, TILE_K], {ends[1]}, {kind})",
+            *([] if conditions else [f"{x}_bad = tl.zeros([ROWS, {chunk(self.program)}, TILE_K], tl.int8)"]),
+            "for r in tl.range(0, TILE_Q, ROWS):",
+            "    row_at = (q0 + r + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]",
+            "    row_in = row_at < Lq",
+            f"    {x} = {value}",
+            f"    {x}_max = tl.maximum({x}_max, {x if conditions else f'tl.where({read.inside}, {x}, {ends[0]})'})",
+            f"    {x}_min = tl.minimum({x}_min, tl.where({read.inside}, {x}, {ends[1]}))",
+            *([] if conditions else [f"    {x}_bad = tl.maximum({x}_bad, ({x} != {x}).to(tl.int8))"]),
+        ]
+        if not conditions:
+            self.lines += lines
+            self._bounds(names, _over_tile("min", f"{x}_min"), _over_tile("max", f"{x}_max"), _over_tile("max", f"{x}_bad"), kind)
+            return
+        lines += [f"{low} = {_over_tile('max', f'{x}_max')} > 0", f"{high} = {_over_tile('min', f'{x}_min')} > 0"]
+        self.lines += lines if read.axes[-1] != "k" else [*self._packed(read, names), "else:", *("    " + line for line in lines)]
+
+    def _packed(self, read: _Read, names: tuple[str, str]) -> list[str]:
         """Four conditions to a word, away from the edges and where rows begin at words: a byte at a time would take longer than to read them."""
-        (may, every), w = names, f"w{names[0][1:]}"
-        row = " + ".join([f"C{capture}", *terms[:-1]])
+        (may, every), w, terms = names, f"w{names[0][1:]}", _Read(read.capture, read.axes, "rows").terms
+        row = " + ".join([f"C{read.capture}", *terms[:-1]])
         steps = [f"({t if '_at' not in t else t.split(' * ')[1]}) % 4 == 0" for t in terms[:-1]]
-        aligned = " & ".join(f"({x})" for x in (f"C{capture}.to(tl.int64) % 4 == 0", f"C{capture}_s{len(terms) - 1} == 1", *steps, "inner"))
-        rest = IntervalRenderer(self.program)
-        rest._conditions(_read(capture, terms, "q_in & k_in"), "q_in & k_in", names)
-        self.lines += [
+        aligned = " & ".join(f"({x})" for x in (f"C{read.capture}.to(tl.int64) % 4 == 0", f"C{read.capture}_s{len(terms) - 1} == 1", *steps, "inner"))
+        return [
             f"if {aligned}:",
             f"    {w} = tl.load(({row}).to(tl.pointer_type(tl.int32), bitcast=True) + word_at)",
             f"    {may} = {_over_tile('max', f'({w} != 0).to(tl.int32)')} > 0",
             f"    {every} = {_over_tile('max', f'({w} != 0x01010101).to(tl.int32)')} == 0",
-            "else:",
-            *("    " + line for line in rest.lines),
         ]
 
-    def _numbers(self, read: str, inside: str, names: tuple[str, str], dtype: str) -> None:
-        (low, high), x = names, f"x{names[0][1:]}"
-        kind = "tl.float32" if dtype in ("float32", "float16", "bfloat16") else "tl.float64"
-        self.lines += [f"{x} = {read}.to({kind}) + {_ZEROS}"]
-        ends = [f'tl.where({inside}, {x}, float("{sign}inf"))' if inside else x for sign in ("", "-")]
-        self.lines += [f"{low} = {_over_tile('min', ends[0])}.to(tl.float64)", f"{high} = {_over_tile('max', ends[1])}.to(tl.float64)"]
-        if kind == "tl.float32":
-            self.lines += [
-                f"n{x} = {_over_tile('max', f'({x} != {x}).to(tl.int32)')} > 0",
-                f'{low} = tl.where(n{x}, float("-inf"), {low})',
-                f'{high} = tl.where(n{x}, float("inf"), {high})',
-            ]
-        limit = 'float("inf")' if kind == "tl.float32" else repr(EXACT)
-        self.lines.append(f"{low}, {high} = fa2_known({low}, {high}, tl.full([], {limit}, tl.float64))")
+
+@dataclass(frozen=True)
+class _Read:
+    """A capture that is read at positions; ``row``: the name of the queries in the text: ``q`` along a tile's last dimension, others along its first."""
+
+    capture: int
+    axes: tuple[str | int, ...]
+    row: str
+
+    @property
+    def terms(self) -> list[str]:
+        place = {"b": "b.to(tl.int64)", "h": "h.to(tl.int64)", "q": f"{self.row}_at", "k": "k_at"}
+        return [f"{place[a] if isinstance(a, str) else f'tl.full([], {a}, tl.int64)'} * C{self.capture}_s{d}" for d, a in enumerate(self.axes)]
+
+    @property
+    def inside(self) -> str:
+        return " & ".join({"q": f"{self.row}_in", "k": "k_in"}[a] for a in ("q", "k") if a in self.axes)
+
+    @property
+    def text(self) -> str:
+        pointer = " + ".join([f"C{self.capture}", *self.terms])
+        return f"tl.load({pointer}, mask={self.inside}, other=0)" if self.inside else f"tl.load({pointer})"
 
 
 _ZEROS = "tl.zeros([1, 1, 1], tl.int8)"
 """Added to what is read, so that a scalar too is a tile."""
-
-
-def _read(capture: int, terms: list[str], inside: str) -> str:
-    pointer = " + ".join([f"C{capture}", *terms])
-    return f"tl.load({pointer}, mask={inside}, other=0)" if inside else f"tl.load({pointer})"
 
 
 def _over_tile(how: str, value: str) -> str:

@@ -13,7 +13,7 @@ from fa_inductor.program import ScoreProgram
 from .intervals import RULES, IntervalRenderer, chunk, letters
 from .text import kernel
 
-MAP_CONSTANTS = ("TILE_Q", "TILE_K")
+MAP_CONSTANTS = ("TILE_Q", "TILE_K", "ROWS")
 
 
 def map_source(program: ScoreProgram) -> str:
@@ -43,8 +43,9 @@ def map_source(program: ScoreProgram) -> str:
         "q_high = (tl.minimum(q0 + TILE_Q, Lq) - 1).to(tl.float64) + tl.zeros([1], tl.float64)",
         "k_low = k0.to(tl.float64)",
         "k_high = (tl.minimum(k0 + TILE_K, Lk) - 1).to(tl.float64)",
-        "q_at = (q0 + tl.arange(0, TILE_Q)).to(tl.int64)[:, None, None]",
+        "q_at = (q0 + tl.arange(0, TILE_Q)).to(tl.int64)[None, None, :]",
         "q_in = q_at < Lq",
+        "rows_at = (q0 + tl.arange(0, TILE_Q)).to(tl.int64)[:, None, None]",
         "k_at = (k0[:, None] + tl.arange(0, TILE_K)[None, :]).to(tl.int64)[None, :, :]",
         "k_in = k_at < Lk",
         "word_at = (tile[:, None] * (TILE_K // 4) + tl.arange(0, TILE_K // 4)[None, :])[None, :, :]",
@@ -86,7 +87,7 @@ def fa2_lists(STATE, LIST, own_length, listed_length, OWN_FINE: tl.constexpr, LI
     listed_tiles = (listed_fine + LISTED - 1) // LISTED
     own = pid % own_tiles
     base = STATE + (pid // own_tiles).to(tl.int64) * own_fine * listed_fine
-    out = LIST + pid.to(tl.int64) * (listed_tiles + 2)
+    out = LIST + pid.to(tl.int64) * (listed_tiles + 3)
     own_stride = listed_fine
     listed_stride = listed_fine * 0 + 1
     ragged = pid < 0
@@ -119,4 +120,22 @@ def fa2_lists(STATE, LIST, own_length, listed_length, OWN_FINE: tl.constexpr, LI
         at_part += tl.sum(part)
         at_empty += tl.sum(empty)
 '''
-"""``out``: the number of full tiles, of visible ones, then all in that order."""
+"""``out``: the number of full tiles, of visible ones, then all in that order; behind it is room for what ``fa2_order`` finds."""
+
+ORDER = """
+@triton.jit(do_not_specialize=["rows", "columns"])
+def fa2_order(LIST, rows, columns, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    blocks = (rows + BLOCK - 1) // BLOCK
+    base = LIST + (pid // blocks).to(tl.int64) * rows * columns
+    own = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(base + own.to(tl.int64) * columns + 1, mask=own < rows, other=-1)
+    rank = own * 0
+    for first in tl.range(0, rows, BLOCK, num_stages=1):
+        other = first + tl.arange(0, BLOCK)
+        theirs = tl.load(base + other.to(tl.int64) * columns + 1, mask=other < rows, other=-1)
+        before = (theirs[None, :] > mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (other[None, :] < own[:, None]))
+        rank += tl.sum((before & (other < rows)[None, :]).to(tl.int32), 1)
+    tl.store(base + rank.to(tl.int64) * columns + columns - 1, own, mask=own < rows)
+"""
+"""The last column becomes the rows' numbers, those with the most visible tiles first: what runs longest starts first."""

@@ -166,11 +166,22 @@ def _listed(traits: Traits, rows: bool) -> list[str]:
     """``walk``: this program's list of tiles, ``n_full`` full ones first, then the others of ``n_seen``."""
     own, tiles, others = ("m_id", "tiles_m", "tiles_n") if rows else ("n_id", "tiles_n", "tiles_m")
     return [
-        f"walk = WALK + (({_MAPS[letters(traits.conditions)]} * {tiles} + {own}).to(tl.int64)) * ({others} + 2)",
+        f"walk = WALK + {_listed_row(traits, tiles, own, others)}",
         "n_full = tl.load(walk)",
         "n_seen = tl.load(walk + 1)",
         "walk += 2",
+        "t_next = tl.load(walk)",
     ]
+
+
+def in_order(traits: Traits, rows: bool) -> list[str]:
+    """The program's own tile, where there are lists: those with most to visit first."""
+    own, tiles, others = ("m_id", "tiles_m", "tiles_n") if rows else ("n_id", "tiles_n", "tiles_m")
+    return [f"{own} = tl.load(WALK + {_listed_row(traits, tiles, f'pid % {tiles}', others)} + {others} + 2)"] if traits.lists else []
+
+
+def _listed_row(traits: Traits, tiles: str, own: str, others: str) -> str:
+    return f"({_MAPS[letters(traits.conditions)]} * {tiles} + {own}).to(tl.int64) * ({others} + 3)"
 
 
 def key_scan(traits: Traits) -> list[str]:
@@ -210,10 +221,12 @@ def tile_loops(inner: Sequence[str], edge: Sequence[str], traits: Traits, kernel
     if traits.lists:
         return [
             "for e in tl.range(0, n_full):",
-            *indent(["t = tl.load(walk + e)", *inner]),
+            *indent(["t = t_next", "t_next = tl.load(walk + e + 1)", *inner]),
             "for e in tl.range(n_full, n_seen):",
-            *indent(["t = tl.load(walk + e)", *edge]),
+            *indent(["t = t_next", "t_next = tl.load(walk + e + 1)", *edge]),
         ]
+    if traits.narrow:
+        return ["for t in tl.range(t_lo, t_hi):", *indent(edge)]
     masked_loops = bool(traits.mask and traits.mask.terms)
     stages = "" if masked_loops else ", num_stages=1"  # without a mask the edge is at most one ragged tile
     return [

@@ -1,7 +1,8 @@
 """Launches of ``fa2_map`` and ``fa2_lists``: which tiles each kernel of a plan walks over (see ``template_tiles``).
 
 A list is an int32 matrix with one row for each tile of queries (of keys, for dK and dV) of each batch and head whose mask is its own:
-the number of full tiles, the number of visible ones, then the tiles of the other side, full ones first and empty ones last.
+the number of full tiles, the number of visible ones, then the tiles of the other side, full ones first and empty ones last. The last column
+names the rows, those with most to visit first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from fa_inductor.program import Node, ScoreProgram, from_text, to_text
 from fa_inductor.request import Inputs, Plan, Size, TileLists
 
-from .codegen import lists_kernel, map_kernel, traits_of
+from .codegen import lists_kernel, map_kernel, order_kernel, traits_of
 from .intervals import chunk, letters
 from .launch import launch, tensor_arguments, tiles
 from .template_tiles import sizes_of
@@ -75,7 +76,7 @@ def list_shapes(program: ScoreProgram, wanted: Sequence[Walk], shape: Sequence[S
     """Rows and columns of each list."""
     batch, heads, lq, lk = shape
     lengths = [(lk, lq) if w.columns else (lq, lk) for w in wanted]
-    return [(_maps(program, batch, heads) * tiles(own, w.own), tiles(listed, w.listed) + 2) for w, (own, listed) in zip(wanted, lengths, strict=True)]
+    return [(_maps(program, batch, heads) * tiles(own, w.own), tiles(listed, w.listed) + 3) for w, (own, listed) in zip(wanted, lengths, strict=True)]
 
 
 def answer(text: str, captures: Sequence[Tensor], sizes: Sequence[Size], shape: Sequence[Size], device: torch.device) -> list[Tensor]:
@@ -116,6 +117,8 @@ def find_lists(
             "CHUNK": _CHUNK,
         }
         launch(lists_kernel(), size[0], {"STATE": state, "LIST": found[-1], "own_length": length, "listed_length": listed_length}, **constants, num_warps=4)
+        own = tiles(length, w.own)
+        launch(order_kernel(), size[0] // own * tiles(own, _CHUNK), {"LIST": found[-1], "rows": own, "columns": size[1]}, BLOCK=_CHUNK, num_warps=4)
     return found
 
 
@@ -128,7 +131,16 @@ def find_map(
     state = torch.empty((rows * tiles(lk, tile_k),), dtype=torch.int8, device=device)
     arguments = {"STATE": state} | tensor_arguments({f"C{c}": captures[c] for c in sorted(program.reads())})
     arguments |= {f"Z{i}": sizes[i] for i in sizes_of(program)} | {"H": heads, "Lq": lq, "Lk": lk}
-    launch(map_kernel(program), rows * tiles(tiles(lk, tile_k), chunk(program)), arguments, TILE_Q=tile_q, TILE_K=tile_k, num_warps=8, num_stages=1)
+    launch(
+        map_kernel(program),
+        rows * tiles(tiles(lk, tile_k), chunk(program)),
+        arguments,
+        TILE_Q=tile_q,
+        TILE_K=tile_k,
+        ROWS=min(tile_q, 4),
+        num_warps=4,
+        num_stages=1,
+    )
     return state
 
 

@@ -390,13 +390,16 @@ def lists_of_tiles(lq: int, lk: int, own: int, listed: int, columns: bool) -> No
     mine = visible.mT if columns else visible
     length, others = mine.shape[1:]
     rows = [mine[h, i : i + own] for h in range(2) for i in range(0, length, own)]
-    assert found.shape == (len(rows), -(-others // listed) + 2)
+    assert found.shape == (len(rows), -(-others // listed) + 3)
     for i, (row, got) in enumerate(zip(rows, found.tolist(), strict=True)):
         tiles = [row[:, j : j + listed] for j in range(0, others, listed)]
         whole = [bool(t.all()) and t.shape[1] == listed and not (columns and t.shape[0] < own) for t in tiles]
         seen = [bool(t.any()) for t in tiles]
         kinds = [[t for t, _ in enumerate(tiles) if (whole[t], seen[t]) == kind] for kind in ((True, True), (False, True), (False, False))]
-        assert got == [len(kinds[0]), len(kinds[0]) + len(kinds[1]), *kinds[0], *kinds[1], *kinds[2]], (i, got, kinds)
+        assert got[:-1] == [len(kinds[0]), len(kinds[0]) + len(kinds[1]), *kinds[0], *kinds[1], *kinds[2]], (i, got, kinds)
+    for part in found.chunk(2):  # of each head
+        count = part[:, 1].tolist()
+        assert part[:, -1].tolist() == sorted(range(len(count)), key=lambda i: (-count[i], i))
 
 
 def shared_lists(mask: str, fill: float, dynamic: bool) -> None:

@@ -16,7 +16,7 @@ from .text import block
 
 _PROCESSORS = 132
 _NARROW = 512
-"""Keys of a band, up to which all its tiles are visited by one loop."""
+"""Keys of a band, up to which small tiles waste less at its edges than large ones save."""
 _LEAST_SCORES = 512 * 512
 """Of one head, from which on a mask is mapped: below, the launches cost more than what they save."""
 
@@ -47,7 +47,7 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
     size = request.q.dtype.itemsize
     limit = shared_memory(request.capability)
     hopper = request.capability is None or request.capability[0] >= 9
-    launches = _full_precision(wide) if size == 4 else _hopper(wide) if hopper else _ampere(wide)
+    launches = _full_precision(wide) if size == 4 else _hopper(wide, _narrow(request)) if hopper else _ampere(wide)
     entries: dict[str, int | str | bool] = {
         "d": d,
         "dv": dv,
@@ -62,13 +62,14 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
         entries |= {f"{name}_m": fitted.m, f"{name}_n": fitted.n, f"{name}_warps": fitted.warps, f"{name}_stages": fitted.stages}
         entries |= {f"{name}_single": fitted.single} if name != "dense" else {}
     entries |= _whole(request, wide)
-    entries |= {"lists": _lists(request, entries), "narrow": _narrow(request)}
-    return tuple(sorted(entries.items()))
+    return tuple(sorted((entries | {"lists": _lists(request, entries)}).items()))
 
 
-def _hopper(wide: int) -> dict[str, Launch]:
+def _hopper(wide: int, narrow: bool = False) -> dict[str, Launch]:
     """Half precision on compute capability 9.0 and later: none of these spills registers."""
     dense = Launch(64, 64, 4, 1)
+    if wide <= 64 and narrow:
+        return {"fwd": Launch(64, 64, 4, 3), "rows": Launch(64, 64, 4, 3), "columns": Launch(64, 64, 4, 2), "dense": dense}
     if wide <= 64:
         return {"fwd": Launch(128, 64, 4, 3), "rows": Launch(64, 64, 4, 3), "columns": Launch(64, 128, 8, 3), "dense": dense}
     if wide <= 128:
@@ -122,7 +123,7 @@ def _single(name: str, launch: Launch, request: AttentionRequest) -> Launch:
 
 
 def _narrow(request: AttentionRequest) -> bool:
-    """A band of so few tiles that a loop of its own for the interior ones would not get going."""
+    """A band of so few keys that a large tile has hardly a tile inside it."""
     mask = request.facts.mask
     bounds = [mask.term(kind) for kind in ("lower", "upper")] if mask is not None else []
     ends = [t.bound.constant for t in bounds if t is not None and t.bound is not None and not t.bound.terms]

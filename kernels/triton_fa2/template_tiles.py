@@ -125,17 +125,14 @@ def fa2_lists(STATE, LIST, own_length, listed_length, OWN_FINE: tl.constexpr, LI
 ORDER = """
 @triton.jit(do_not_specialize=["rows", "columns"])
 def fa2_order(LIST, rows, columns, BLOCK: tl.constexpr):
-    pid = tl.program_id(0)
-    blocks = (rows + BLOCK - 1) // BLOCK
-    base = LIST + (pid // blocks).to(tl.int64) * rows * columns
-    own = pid % blocks * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(base + own.to(tl.int64) * columns + 1, mask=own < rows, other=-1)
-    rank = own * 0
+    own = tl.program_id(0) % rows
+    base = LIST + (tl.program_id(0) // rows).to(tl.int64) * rows * columns
+    mine = tl.load(base + own.to(tl.int64) * columns + 1)
+    rank = tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, rows, BLOCK, num_stages=1):
         other = first + tl.arange(0, BLOCK)
         theirs = tl.load(base + other.to(tl.int64) * columns + 1, mask=other < rows, other=-1)
-        before = (theirs[None, :] > mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (other[None, :] < own[:, None]))
-        rank += tl.sum((before & (other < rows)[None, :]).to(tl.int32), 1)
-    tl.store(base + rank.to(tl.int64) * columns + columns - 1, own, mask=own < rows)
+        rank += ((theirs > mine) | ((theirs == mine) & (other < own))).to(tl.int32)
+    tl.store(base + tl.sum(rank).to(tl.int64) * columns + columns - 1, own)
 """
 """The last column becomes the rows' numbers, those with the most visible tiles first: what runs longest starts first."""

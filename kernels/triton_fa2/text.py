@@ -225,8 +225,6 @@ def tile_loops(inner: Sequence[str], edge: Sequence[str], traits: Traits, kernel
             "for e in tl.range(n_full, n_seen):",
             *indent(["t = t_next", "t_next = tl.load(walk + e + 1)", *edge]),
         ]
-    if traits.narrow:
-        return ["for t in tl.range(t_lo, t_hi):", *indent(edge)]
     masked_loops = bool(traits.mask and traits.mask.terms)
     stages = "" if masked_loops else ", num_stages=1"  # without a mask the edge is at most one ragged tile
     return [

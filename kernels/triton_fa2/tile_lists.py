@@ -22,7 +22,7 @@ from .intervals import chunk, letters
 from .launch import launch, tensor_arguments, tiles
 from .template_tiles import sizes_of
 
-_CHUNK = 128
+_CHUNK = 256
 _NEWLINE = "\n"
 _PART = "#"
 
@@ -117,8 +117,7 @@ def find_lists(
             "CHUNK": _CHUNK,
         }
         launch(lists_kernel(), size[0], {"STATE": state, "LIST": found[-1], "own_length": length, "listed_length": listed_length}, **constants, num_warps=4)
-        own = tiles(length, w.own)
-        launch(order_kernel(), size[0] // own * tiles(own, _CHUNK), {"LIST": found[-1], "rows": own, "columns": size[1]}, BLOCK=_CHUNK, num_warps=4)
+        launch(order_kernel(), size[0], {"LIST": found[-1], "rows": tiles(length, w.own), "columns": size[1]}, BLOCK=_CHUNK, num_warps=1)
     return found
 
 

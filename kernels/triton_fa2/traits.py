@@ -116,7 +116,7 @@ class Traits:
 
     def edges(self, kernel: str) -> tuple[bool, ...]:
         """Which tiles the kernel has code for: interior (False) and edge (True)."""
-        return (True,) if self.single(kernel) or (self.narrow and not self.lists) else (False, True)
+        return (True,) if self.single(kernel) else (False, True)
 
     @property
     def exact_delta(self) -> bool:
@@ -138,11 +138,6 @@ class Traits:
     def bound(self, kind: str) -> str | None:
         term = self.mask.term(kind) if self.mask else None  # type: ignore[arg-type]
         return affine(term.bound) if term and term.bound else None
-
-    @property
-    def narrow(self) -> bool:
-        """One loop visits interior and edge tiles."""
-        return bool(self.plan.get("narrow"))
 
     @property
     def lists(self) -> bool:

@@ -198,6 +198,7 @@ class Compilation:
         verdicts = [_Verdict(c) for c in find(context.graph)]
         for verdict in verdicts:
             self._guarded(verdict, lambda v: setattr(v, "site", search(context, v.candidate)))
+        self._refuse_of_outputs(verdicts)
         claimed: set[fx.Node] = set()
         # the last output first: it may read an earlier one, a node that the rewrite replaces
         for verdict in sorted((v for v in verdicts if v.site), key=lambda v: max(context.order[n] for n in v.site.outputs), reverse=True):  # type: ignore[union-attr]
@@ -217,6 +218,14 @@ class Compilation:
         share_tiles(context.graph)
         self._guarded_graph(context.gm, verdicts)
         return verdicts
+
+    def _refuse_of_outputs(self, verdicts: list[_Verdict]) -> None:
+        """A softmax over what another attention puts out is no attention of its own: its score product is the other's product with the values."""
+        outputs = {n: v for v in verdicts if v.site is not None for n in v.site.outputs}
+        for verdict in verdicts:
+            if verdict.site is not None and any(outputs.get(n, verdict) is not verdict for n in verdict.site.region - verdict.site.outputs):
+                node = verdict.candidate.anchor.output
+                verdict.site, verdict.refusal = None, Refusal(NOT_ATTENTION, "it runs over the output of an attention", node.name, location_of(node))
 
     def _guarded_graph(self, gm: fx.GraphModule, verdicts: list[_Verdict]) -> None:
         """A graph that does not hold together after the rewrites is given up, loudly: the original is compiled."""
@@ -293,8 +302,8 @@ class Compilation:
             raise Refused(Refusal(POST_MASK_NAN, why, node.name, location_of(node)))
         if site.cleaned:
             check_cleaned(site, facts, node in context.needs_grad)
-        if any(n._erased for n in site.reads):
-            raise Refused(Refusal(SHARED, "it reads an output that was fused before it", node.name, location_of(node)))
+        if any(n._erased for n in (node, *site.reads)):
+            raise Refused(Refusal(SHARED, "it shares a product with a softmax that was fused before it", node.name, location_of(node)))
         emitter, placed = place(context, site, before)
         specs = placed.specs(context)
         device = placed.q.meta["val"].device

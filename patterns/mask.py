@@ -55,6 +55,8 @@ def peel(program: ScoreProgram) -> Peeled:
 
 
 Found = tuple[int, int, float, str]
+_TAME = frozenset({"score", "add", "sub", "mul", "div", "neg", "abs", "min", "max", "where", "round", "tanh", "sigmoid", "erf", "sin", "cos", "to_float"})
+"""A value of these is huge only where a score is; division by a literal."""
 
 
 def _fill(node: Node, most: float) -> float | None:
@@ -78,9 +80,17 @@ def _add(nodes: tuple[Node, ...], depends: tuple[frozenset[str], ...], node: Nod
         if "score" in depends[y] or "score" not in depends[x]:
             continue
         found = _zero_or_fill(nodes, y)
-        if found is not None:
+        if found is not None and not _outweighs(nodes, x):
             return (x, *found, "add")
     return None
+
+
+def _outweighs(nodes: tuple[Node, ...], at: int) -> bool:
+    """The value holds a literal that is as large as a fill: with the fill added it would not be hidden."""
+    node = nodes[at]
+    if node.op == "const":
+        return isinstance(node.value, float) and node.value > HUGE / 10
+    return any(_outweighs(nodes, a) for a in (node.args[1:] if node.op == "where" else node.args) if nodes[a].type == "float")
 
 
 def _zero_or_fill(nodes: tuple[Node, ...], at: int) -> tuple[int, float] | None:
@@ -197,12 +207,17 @@ def _holds_on_diagonal(program: ScoreProgram, predicate: int) -> bool:
 
 
 def _above(nodes: tuple[Node, ...], at: int, floor: float, loads: bool) -> bool:
-    """Do the unmasked scores surely stay above the ``floor``? Not with another mask in them, or a captured tensor unless ``loads`` may be."""
+    """Do the unmasked scores surely stay above the ``floor``?
+
+    Not with another mask in them, a captured tensor unless ``loads`` may be, nor a function that makes a huge or infinite number of a score.
+    """
     node = nodes[at]
     if node.type != "float":
         return True
     if node.op in ("load", "const"):
         return loads if node.op == "load" else float(node.value or 0) > floor  # type: ignore[arg-type]
+    if node.op not in _TAME or (node.op == "div" and not (nodes[node.args[1]].op == "const" and nodes[node.args[1]].value)):
+        return False
     return all(_above(nodes, a, floor, loads) for a in (node.args[1:] if node.op == "where" else node.args))
 
 

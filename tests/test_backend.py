@@ -199,6 +199,19 @@ def test_attention_on_attention(layers: int, inductor: Handed) -> None:
     assert inductor.fused == [layers]
 
 
+@pytest.mark.parametrize("between", [lambda o: o, lambda o: o + 1.0], ids=["directly", "after a sum"])
+def test_softmax_of_an_attentions_output(between: Any, inductor: Handed) -> None:
+    """The product with the values is no score product of the next softmax."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return between(attention(q, k, v)).softmax(-1) @ v.mT @ v
+
+    q, k, v = (torch.randn(2, 2, 17, 8) for _ in range(3))
+    result, (report,) = reports_of(function, q, k, v)
+    close(result, function(q, k, v))
+    assert [(s.fused, s.refusal and s.refusal.code) for s in report.sites] == [(True, None), (False, "not_attention")]
+
+
 def test_probabilities_of_one_attention_bias_another(inductor: Handed) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         p = (q @ k.mT).softmax(-1)

@@ -315,3 +315,55 @@ given                     mask
 either_of_two             mask
 even_heads_causal         mask""",
     )
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def added(visible: Tensor, fill: float, x: Tensor) -> Tensor:
+    return torch.zeros(visible.shape, dtype=x.dtype).masked_fill(~visible, fill)
+
+
+USED_TWICE: dict[str, Callable[..., Tensor]] = {
+    "multiplied and added": lambda s, m: s * m.to(s.dtype) + (1 - m.to(s.dtype)) * LOWEST,
+    "multiplied and added, strictly causal": lambda s, m: (lambda c: s * c + (1 - c) * LOWEST)(torch.ones(m.shape[-2:], dtype=s.dtype).tril(-1)),
+    "zero and finfo.min": lambda s, m: (s + 1).masked_fill(~m, 0.0) + added(m, LOWEST, s),
+    "zero and -1e31": lambda s, m: s.masked_fill(~m, 0.0) + added(m, -1e31, s),
+    "zero and -inf": lambda s, m: s.masked_fill(~m, 0.0) + added(m, INF, s),
+    "a large number that is hidden": lambda s, m: torch.where(m, s, 3e38) + added(m, -1e31, s),
+}
+
+
+@pytest.mark.parametrize("length", [17, 140])
+@pytest.mark.parametrize("name", USED_TWICE)
+def test_a_mask_that_the_scores_use_too(name: str, length: int) -> None:
+    """In a row without a visible key a hidden score counts, as what it is where its mask is false."""
+    torch.manual_seed(0)
+    visible = torch.rand(2, 1, length, length) > 0.5
+    visible[:, :, 3] = False
+    visible[1] = False
+    q, k, v = (torch.randn(2, 2, length, 8, requires_grad=True) for _ in range(3))
+    check(lambda q, k, v: USED_TWICE[name](q @ k.mT, visible).softmax(-1) @ v, (q, k, v))
+
+
+def test_a_large_number_is_not_hidden_by_a_sum() -> None:
+    visible = torch.ones(140, 140).tril().bool()
+    inputs = [torch.randn(2, 2, 140, 8) for _ in range(3)]
+    (site,) = check(lambda q, k, v: (torch.where(visible, q @ k.mT, 3e38) + added(visible, -1e31, q)).softmax(-1) @ v, inputs)
+    assert site.labels == ("score function",)
+
+
+def test_the_same_lowest_fill_twice_is_minus_infinity() -> None:
+    torch.manual_seed(0)
+    visible = torch.rand(2, 1, 17, 17) > 0.3
+    visible[:, :, 2] = False
+    inputs = [torch.randn(2, 2, 17, 8) for _ in range(3)]
+    check(lambda q, k, v: ((q @ k.mT).masked_fill(~visible, LOWEST) + added(visible, LOWEST, q)).softmax(-1) @ v, inputs)
+
+
+@pytest.mark.parametrize("score", [lambda s: s.relu().log(), lambda s: -(100 * s).exp()], ids=["log", "exp"])
+def test_visible_scores_that_are_minus_infinity_themselves(score: Callable[[Tensor], Tensor]) -> None:
+    """They lie below a finite fill: eager averages over the hidden keys of such a row."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 140, 8) for _ in range(3))
+    check(lambda q, k, v: score(q @ k.mT).masked_fill(torch.ones(140, 140).triu(1).bool(), LOWEST).softmax(-1) @ v, (q, k, v))

@@ -16,6 +16,7 @@ Backward, with ``delta = rowsum(dO O)``::
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -63,14 +64,21 @@ class Compiled:
         return self.derivatives[wanted]
 
 
+def _used_elsewhere(program: ScoreProgram, predicates: Sequence[int]) -> bool:
+    """Some conjunct of the mask has another use: where it is false a hidden score, to which the fill is added, is not what it would be as a visible one."""
+    uses = Counter(a for node in program.nodes for a in set(node.args))
+    return any(uses[p] > 1 for p in predicates)
+
+
 def compile_plan(plan: Plan) -> Compiled:
     """Take the mask off the program, if it hides all scores in one way."""
     mask, core = plan.facts.mask, plan.program
-    masked = mask is not None and mask.hidden != "mixed"
+    predicates = (*(t.node for t in mask.terms), *mask.places) if mask is not None else ()
+    masked = mask is not None and (mask.hidden == "replace" or (mask.hidden == "add" and not _used_elsewhere(core, predicates)))
     if mask is not None and masked:
         builder = ProgramBuilder.like(core)
         visible = builder.const(True)
-        placed = builder.inline(core, dict.fromkeys((*(t.node for t in mask.terms), *mask.places), visible))
+        placed = builder.inline(core, dict.fromkeys(predicates, visible))
         core = builder.finish(placed[core.result])
     return Compiled(plan, masked, core, Steps(core))
 

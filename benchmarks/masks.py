@@ -7,7 +7,8 @@ Attention by hand, (batch, heads, length, size), compiled with flashattn, forwar
 packed (8, of random lengths), a prefix is an eighth of the length, blocks of 128 x 128 are kept at random. On a short input each mask first passes
 the two-reference rule. The share is that of 128 x 128 tiles with a visible score. ``triton`` is flashattn with that kernel for every mask;
 ``flex`` is PyTorch's FlexAttention with its block mask already built, whose making is timed apart; ours is made in every step. ``--map``
-times the pass over a mask that is a tensor against reading as many bytes at the speed of a copy.
+times the pass over a mask that is a tensor against reading as many bytes at the speed of a copy; ``--profile`` adds the microseconds in each
+of our Triton kernels, forward and backward.
 """
 
 from __future__ import annotations
@@ -186,6 +187,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
         for key, ms in harness.interleaved(steps[mode], device, rounds=args.rounds).items():
             rows[key][f"{mode} ms"] = ms
             rows[key][f"{mode} MiB"] = (harness.peak_memory(steps[mode][key], device) or 0) / harness.MIB
+            if args.profile and modes[mode] and rows[key]["contender"] != "flex":
+                rows[key]["kernels us"] = profile(steps[mode][key])
     return list(rows.values())
 
 
@@ -217,6 +220,19 @@ def map_pass(args: argparse.Namespace, device: torch.device) -> dict[str, float]
     return {"read ms": ms["copy"] * mask.numel() / (2 * large.numel()), "map ms": ms["map"], "map and lists ms": ms["lists"]}
 
 
+def profile(function: Callable[[], object]) -> dict[str, float]:
+    """Microseconds in each of our Triton kernels, in one step."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    steps = 5
+    with profiler(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            function()
+        torch.cuda.synchronize()
+    return {e.key: e.self_device_time_total / steps for e in found.key_averages() if e.key.startswith("fa2_")}
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     full = {row["contender"]: row for row in rows if row["mask"] == "full"}
     for row in rows:
@@ -227,6 +243,8 @@ def show(rows: list[dict[str, Any]]) -> None:
             row[f"{mode} / full"] = row[f"{mode} ms"] / full[row["contender"]][f"{mode} ms"]
             extra = f"  {row[f'{mode} MiB']:7.0f} MiB" + (f"  block mask {row['block mask ms']:.2f} ms" if "block mask ms" in row else "")
             print(f"{what}  {mode:18} {row[f'{mode} ms']:9.3f} ms  {row[f'{mode} / full']:6.3f} of full{extra}", flush=True)
+        if "kernels us" in row:
+            print(f"{what}  " + ", ".join(f"{name.removeprefix('fa2_')} {us:.0f} us" for name, us in row["kernels us"].items()))
         if "error" in row:
             print(f"{what}  {row['error']}")
 
@@ -238,6 +256,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated masks: " + ", ".join(CASES))
     parser.add_argument("--contenders", default="flashattn", help="comma-separated: flashattn, triton, flex")
     parser.add_argument("--map", action="store_true", help="time the pass over a mask alone, on a GPU")
+    parser.add_argument("--profile", action="store_true", help="microseconds in each Triton kernel, on a GPU")
     parser.add_argument("--out")
     args = parser.parse_args()
     device = harness.pick_device()

@@ -365,7 +365,7 @@ def _blocks(fill: float) -> Callable[[_Maker], Form]:
 
 
 _form("blocks_inf_hidden_rows")(_blocks(-INF))
-_form("blocks_min_hidden_rows")(lambda m: _blocks(_fill(-3e38, m.dtype))(m))
+_form("blocks_min_hidden_rows")(lambda m: _blocks(_fill(MIN, m.dtype))(m))
 
 
 @_form("swin_grad")

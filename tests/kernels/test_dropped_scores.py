@@ -94,7 +94,7 @@ def test_tiled_statistics(p: float) -> None:
 def test_tiled_operators_pass_opcheck() -> None:
     p = dropping(problem(Case("bias", "bias_hqk_grad", Dims(lq=9, lk=11, d=8, dv=8))), P)
     plan = TILED.plan(p.request()).to_text()
-    torch.library.opcheck(attention._opoverload, (p.q, p.k, p.v, list(p.captures), [], 0.0, SEED, plan))
+    torch.library.opcheck(attention._opoverload, (p.q, p.k, p.v, list(p.captures), [], [], 0.0, SEED, plan))
 
 
 def test_tiled_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:

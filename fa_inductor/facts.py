@@ -76,6 +76,10 @@ class MaskFacts:
         return next((t for t in self.terms if t.kind == kind), None)
 
 
+HIDDEN = -1e30
+"""A number at or below this, added to a score, hides it from every row whose maximum is at least a tenth of it."""
+
+
 @dataclass(frozen=True)
 class ProgramFacts:
     """``mask`` as above; the rest describes the program with the mask taken off.
@@ -84,6 +88,7 @@ class ProgramFacts:
     ``bias``: the bias node (independent of the score), None without a bias or when ``scale`` is None.
     ``softcap``: cap of ``cap * tanh(scale * score / cap)``.
     ``plain``: exactly ``scale * score``.
+    ``hiding_bias``: a captured tensor of (b, q, k) that is added to the scores, and may be a mask: where it is at most ``HIDDEN``.
     ``labels``: words for the report, e.g. ("causal", "key padding", "soft-cap 50", "ALiBi").
     """
 
@@ -93,3 +98,16 @@ class ProgramFacts:
     softcap: float | None = None
     plain: bool = False
     labels: tuple[str, ...] = ()
+    hiding_bias: int | None = None
+
+    def skips_above(self, by_bias: bool) -> float | None:
+        """The running maximum from which hidden tiles do not matter to a row; None where every row surely reaches it.
+
+        Args:
+            by_bias: tiles that the bias hides are skipped too.
+        """
+        mask = self.mask
+        least = [mask.skip_above] if mask is not None and not mask.every_row_visible else []
+        if by_bias and self.hiding_bias is not None:
+            least += [HIDDEN / 10, *([mask.skip_above] if mask is not None else [])]
+        return max(least, default=None)

@@ -11,7 +11,7 @@ from .facts import Affine, MaskFacts, ProgramFacts
 from .index import Expr
 from .patterns.mask import HUGE, UNDERFLOW, mask_facts, peel
 from .patterns.mask_kinds import kind_of
-from .patterns.score import Core, core_of, looks_like_alibi
+from .patterns.score import Core, core_of, hiding_bias, looks_like_alibi
 from .program import ScoreProgram, dependencies
 from .site import AttentionSite
 
@@ -34,7 +34,8 @@ def recognise(program: ScoreProgram, lq: Expr, lk: Expr, sizes: tuple[Expr, ...]
     plain = core.scale is not None and not core.bias
     bias = core.bias[0] if len(core.bias) == 1 else None
     labels = _labels(program, mask, core, square_at_least)
-    return ProgramFacts(mask, core.scale if plain or bias is not None else None, bias, core.softcap, plain and mask is None, labels)
+    scale = core.scale if plain or bias is not None else None
+    return ProgramFacts(mask, scale, bias, core.softcap, plain and mask is None, labels, hiding_bias(program, peeled.core))
 
 
 def recognise_site(site: AttentionSite) -> ProgramFacts:

@@ -59,6 +59,12 @@ class AttentionRequest:
     """The lse is used, and differentiated where the output is."""
 
     @property
+    def hides_by_bias(self) -> bool:
+        """Tiles that the bias may hide are worth looking for: nothing trains it, and all heads share it."""
+        bias = self.facts.hiding_bias
+        return bias is not None and not self.captures[int(self.program.nodes[bias].value)].requires_grad  # type: ignore[arg-type]
+
+    @property
     def needs_grad(self) -> bool:
         return any(t.requires_grad for t in (self.q, self.k, self.v, *self.captures))
 
@@ -234,6 +240,7 @@ def _facts_to_json(facts: ProgramFacts) -> dict[str, object]:
         "softcap": facts.softcap,
         "plain": facts.plain,
         "labels": list(facts.labels),
+        "hiding_bias": facts.hiding_bias,
         "mask": mask
         and {
             "fill": repr(mask.fill),
@@ -253,4 +260,4 @@ def _facts_from_json(data: dict[str, Any]) -> ProgramFacts:
         terms = tuple(MaskTerm(kind, node, bound and Affine(bound[0], tuple((p, c) for p, c in bound[1]))) for kind, node, bound in mask["terms"])
         known = (mask["every_row_visible"], float(mask["skip_above"]), mask["every_row_keeps_a_key"], tuple(mask["places"]))
         mask = MaskFacts(float(mask["fill"]), mask["hidden"], terms, *known)
-    return ProgramFacts(mask, data["scale"], data["bias"], data["softcap"], data["plain"], tuple(data["labels"]))
+    return ProgramFacts(mask, data["scale"], data["bias"], data["softcap"], data["plain"], tuple(data["labels"]), data["hiding_bias"])

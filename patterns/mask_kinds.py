@@ -20,7 +20,7 @@ def kind_of(program: ScoreProgram, at: int) -> str:
         return _union(program, _parts(nodes, at, "or"))
     if nodes[at].op in ("eq", "ne"):
         return _equality(program, nodes[at])
-    return "mask"
+    return _order(program, nodes[at]) if nodes[at].op in ("lt", "le", "gt", "ge") else "mask"
 
 
 def _parts(nodes: tuple[Node, ...], at: int, op: str) -> list[int]:
@@ -58,6 +58,13 @@ def _equality(program: ScoreProgram, node: Node) -> str:
     if "load" in depends[x]:
         return "documents"
     return "dilated" if nodes[x].op == "mod" else "blocks"
+
+
+def _order(program: ScoreProgram, node: Node) -> str:
+    """Keys up to the query's own by a number that is read for both: positions that begin anew with each document."""
+    depends = dependencies(program.nodes)
+    x, y = node.args if node.op in ("lt", "le") else node.args[::-1]
+    return "causal positions" if "load" in depends[x] and "k" in depends[x] and _mirrored(program, x, y) else "mask"
 
 
 def _mirrored(program: ScoreProgram, x: int, y: int) -> bool:

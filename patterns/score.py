@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa_inductor.program import Node, ScoreProgram, dependencies
+from fa_inductor.program.evaluate import load_axes
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,21 @@ def _softcap(nodes: tuple[Node, ...], depends: tuple[frozenset[str], ...], at: i
     node = nodes[at]
     if node.op == "mul" and nodes[node.args[0]].op == "tanh" and nodes[node.args[1]].op == "const":
         return float(nodes[node.args[1]].value)  # type: ignore[arg-type]
+    return None
+
+
+def hiding_bias(program: ScoreProgram, at: int) -> int | None:
+    """A tensor of floats that is added to the scores ``at``, read at (b, q, k) alone: what a mask of 0 and -inf looks like."""
+    nodes, depends = program.nodes, dependencies(program.nodes)
+    while nodes[at].op == "add":
+        inner, other = nodes[at].args if "score" in depends[nodes[at].args[0]] else nodes[at].args[::-1]
+        if "score" in depends[other]:
+            return None
+        load = nodes[other].args[0] if nodes[other].op == "round" else other
+        axes = load_axes(program, nodes[load]) if nodes[load].op == "load" else None
+        if axes is not None and {"q", "k"} <= set(axes) and "h" not in axes:
+            return load
+        at = inner
     return None
 
 

@@ -368,6 +368,32 @@ _form("blocks_inf_hidden_rows")(_blocks(-INF))
 _form("blocks_min_hidden_rows")(lambda m: _blocks(_fill(MIN, m.dtype))(m))
 
 
+def _float_mask(fill: float, causal: bool = False) -> Callable[[_Maker], Form]:
+    def build(m: _Maker) -> Form:
+        """A mask of 0 and ``fill`` that is added, one for each batch, beside a small trained bias; some rows see nothing."""
+        d, step = m.dims, 16
+        kept = torch.rand((d.b, -(-d.lq // step), -(-d.lk // step)), generator=m.generator) < 0.5
+        visible = kept.repeat_interleave(step, 1).repeat_interleave(step, 2)[:, : d.lq, : d.lk]
+        visible = visible & (torch.rand(visible.shape, generator=m.generator) < 0.8)
+        visible[:, 3 : min(20, d.lq - 1)] = False
+        own = torch.zeros(visible.shape).masked_fill(~visible, _fill(fill, m.dtype)).to(m.dtype)
+        bias = m.load(m.floats(d.hq), (m.index("h"),), True)
+        result = m.emit("add", m.emit("add", m.scaled, bias), m.load(own, (m.index("b"), m.index("q"), m.index("k"))))
+        if causal:
+            result = m.hide(m.emit("le", m.distance(), m.zero()), -INF, "replace", result)
+        program = m.b.finish(result)
+        facts = recognise(program, sympy.Integer(d.lq), sympy.Integer(d.lk), tuple(map(sympy.Integer, m.sizes)), m.dtype)
+        assert facts.hiding_bias is not None
+        return Form(program, facts, tuple(m.captures), tuple(m.differentiable), m.sizes)
+
+    return build
+
+
+_form("float_mask_inf_hidden_rows")(_float_mask(-INF))
+_form("float_mask_min_hidden_rows")(_float_mask(MIN))
+_form("float_mask_min_causal")(_float_mask(MIN, causal=True))
+
+
 @_form("swin_grad")
 def _swin(m: _Maker) -> Form:
     """Relative-position table by an index tensor, and a shift mask per window (b % nW); both gradients by scatter where asked."""
@@ -467,7 +493,7 @@ def _cases() -> Iterator[Case]:
     yield Case("mqa_window", "softcap_window_inf", Dims(hq=4, hkv=1, lq=130, lk=130))
     yield Case("gqa_bias", "bias_bk_grad", Dims(hq=6, hkv=2, lq=40, lk=72))
     yield Case("gqa_post", "post_dense_grad", Dims(hq=6, hkv=2, lq=40, lk=72))
-    for form in ("documents_inf", "blocks_inf_hidden_rows", "blocks_min_hidden_rows"):
+    for form in ("documents_inf", "blocks_inf_hidden_rows", "blocks_min_hidden_rows", "float_mask_min_hidden_rows"):
         yield Case(f"{form}-rectangle", form, Dims(b=2, hq=4, hkv=2, lq=65, lk=128))
     yield Case("large_scores", "causal_inf", SQUARE, scale_input=30.0)
     for layout in LAYOUTS[1:]:

@@ -144,8 +144,27 @@ def documents_by_difference(x, ids):
     return (ids[:, None, :, None] - ids[:, None, None]) == 0
 
 
+def positions(x, ids):
+    return ids[:, None, None, :] <= ids[:, None, :, None]
+
+
+def positions_turned_round(x, ids):
+    return ids[:, None, :, None] > ids[:, None, None, :]
+
+
+def later_positions(x, ids):
+    return ids[:, None, None, :] >= ids[:, None, :, None]
+
+
 def other_documents(x, ids):
     return (ids[:, :, None] != ids[:, None])[:, None]
+
+
+def butterfly(x, ids):
+    """Blocks whose numbers differ in one bit at most."""
+    block = torch.arange(L, device=x.device) // 4
+    apart = block[:, None] ^ block[None]
+    return (apart & (apart - 1)) == 0
 
 
 def not_window(x, ids):
@@ -183,7 +202,8 @@ def even_heads_causal(x, ids):
 MASKS: list[Callable[[Tensor, Tensor], Tensor]] = [
     tril, not_triu, compared, shifted, lower_band, lower_band_of_triangles, both_sides, both_sides_by_difference, prefix, prefix_written, prefix_of_each,
     chunks, causal_chunks, chunks_by_division, dilated, strided_classes, global_and_local, local_and_chosen_tokens, lengths, key_padding, pairs_of_padding,
-    padding_and_causal, documents, documents_of_starts, documents_by_difference, other_documents, not_window, anti_causal, all_but_itself, everything, given,
+    padding_and_causal, documents, documents_of_starts, documents_by_difference, other_documents, positions, positions_turned_round,
+    later_positions, butterfly, not_window, anti_causal, all_but_itself, everything, given,
     either_of_two, even_heads_causal,
 ]  # fmt: skip
 
@@ -239,7 +259,7 @@ def test_added_masks(small_tiles: None, mask: Callable[[Tensor, Tensor], Tensor]
     check(added, inputs(), options=Options(kernel="tiled"))
 
 
-@pytest.mark.parametrize("mask", [documents, chunks, prefix, causal_chunks], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("mask", [documents, chunks, prefix, causal_chunks, butterfly], ids=lambda m: m.__name__)
 def test_tiles_are_skipped(small_tiles: None, monkeypatch: pytest.MonkeyPatch, mask: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Fewer scores are computed than there are, and none of a tile that is hidden."""
     computed: list[int] = []
@@ -307,6 +327,10 @@ documents                 documents
 documents_of_starts       causal, documents
 documents_by_difference   documents
 other_documents           other documents
+positions                 causal positions
+positions_turned_round    causal positions
+later_positions           mask
+butterfly                 mask
 not_window                mask
 anti_causal               window
 all_but_itself            mask
@@ -367,3 +391,36 @@ def test_visible_scores_that_are_minus_infinity_themselves(score: Callable[[Tens
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, 140, 8) for _ in range(3))
     check(lambda q, k, v: score(q @ k.mT).masked_fill(torch.ones(140, 140).triu(1).bool(), LOWEST).softmax(-1) @ v, (q, k, v))
+
+
+@pytest.mark.parametrize("fill", [INF, LOWEST, -1e31])
+@pytest.mark.parametrize("mask", [documents, chunks, prefix, causal_chunks], ids=lambda m: m.__name__)
+def test_masks_of_floats_that_are_added(small_tiles: None, mask: Callable[[Tensor, Tensor], Tensor], fill: float) -> None:
+    """A tensor of 0 and a fill hides tiles as its booleans would; rows without a key are eager's."""
+    q, k, v, ids = inputs()
+    for hidden_rows in (False, True):
+        visible = mask(q, ids).expand(2, 1, L, L).clone()
+        if hidden_rows:
+            visible[..., 3:9, :] = False
+        (site,) = check(lambda q, k, v, m: ((q @ k.mT / 3).tanh() * 9 + m).softmax(-1) @ v, (q, k, v, added(visible, fill, q)), options=Options(kernel="tiled"))
+        assert "by_bias=True" in site.config
+
+
+def test_a_bias_that_hides_is_skipped(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    scores = attention.Attention.scores
+    monkeypatch.setattr(attention.Attention, "scores", lambda self, *args: (computed.append(args[3][1] - args[3][0]), scores(self, *args))[1])
+    q, k, v, ids = (x.detach() for x in inputs())
+    function = rewritten(lambda q, k, v, m: (q @ k.mT + m).softmax(-1) @ v, Options(kernel="tiled"))
+    counts = []
+    for visible in (torch.ones(L, L, dtype=torch.bool), chunks(q, ids).expand(L, L)):
+        computed.clear()
+        function(q, k, v, added(visible, INF, q).expand(2, 1, L, L))
+        counts.append(sum(computed))
+    assert counts[1] * 2 < counts[0], counts
+
+
+def test_a_trained_bias_is_not_searched() -> None:
+    q, k, v = (torch.randn(2, 2, L, 8, requires_grad=True) for _ in range(3))
+    (site,) = check(lambda q, k, v, m: (q @ k.mT + m).softmax(-1) @ v, (q, k, v, torch.randn(L, L, requires_grad=True)), options=Options(kernel="tiled"))
+    assert "by_bias=False" in site.config

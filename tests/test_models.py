@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fa_inductor
 from fa_inductor.options import Options
+from fa_inductor.report import collecting
 
 
 def step(call: Callable[..., Any], model: nn.Module, inputs: dict[str, Tensor], autocast: torch.dtype | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -176,3 +177,43 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_consistent() -> None:
     torch.manual_seed(5)
     (gradient,) = torch.autograd.grad(compiled(q, k, v), v, weights)
     torch.testing.assert_close(gradient, matrix.mT @ weights, rtol=1e-4, atol=1e-5)
+
+
+def _of_small_layers(name: str, **settings: Any) -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, name)(**sizes, **settings, use_cache=False, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _packed() -> dict[str, Tensor]:
+    positions = torch.cat([torch.arange(n) for n in (100, 150, 50)]).expand(2, -1).contiguous()
+    return {"input_ids": torch.randint(5, 90, (2, 300)), "position_ids": positions}
+
+
+MASKED_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]], list[tuple[str, ...]]]] = {
+    "gemma2": (
+        lambda: _of_small_layers("Gemma2Config", head_dim=8, sliding_window=64),
+        lambda: {"input_ids": torch.randint(5, 90, (2, 300))},
+        [("causal", "window", "soft-cap 50"), ("causal", "soft-cap 50")],
+    ),
+    "mistral": (
+        lambda: _of_small_layers("MistralConfig", sliding_window=64),
+        lambda: {"input_ids": torch.randint(5, 90, (2, 300))},
+        [("causal", "window")] * 2,
+    ),
+    "llama, packed documents": (lambda: _of_small_layers("LlamaConfig"), _packed, [("causal positions", "documents")] * 2),
+}
+
+
+@pytest.mark.parametrize("name", MASKED_MODELS)
+def test_the_masks_of_models_are_recognised(name: str) -> None:
+    """The class of each layer's mask, from the unmodified model; the outputs are eager's."""
+    torch.manual_seed(0)
+    build_model, inputs, labels = MASKED_MODELS[name]
+    model, given = build_model(), inputs()
+    with torch.no_grad(), collecting() as reports:
+        result = rewritten(model)(**given)
+        torch.testing.assert_close(result[0], model(**given)[0], rtol=1e-4, atol=1e-4)
+    assert [s.labels for r in reports for s in r.sites] == labels

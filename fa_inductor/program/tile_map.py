@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .builder import ProgramBuilder
 from .evaluate import load_axes
 from .ir import Node, ScoreProgram
 
@@ -83,6 +84,14 @@ def tile_map(program: ScoreProgram, conditions: Sequence[int], tiling: Tiling, c
     return Truth(may, must)
 
 
+def conditions(program: ScoreProgram, predicates: Sequence[int], above: int | None = None, floor: float = 0.0) -> ScoreProgram:
+    """The boolean nodes ``predicates``, and that the number ``above`` exceeds ``floor``, as the results of one program."""
+    builder = ProgramBuilder.like(program)
+    placed = builder.inline(program)
+    found = [placed[p] for p in predicates]
+    return builder.finish(*found, *([builder.emit("gt", placed[above], builder.const(floor))] if above is not None else []))
+
+
 class _Evaluation:
     def __init__(self, program: ScoreProgram, tiling: Tiling, captures: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         self.program, self.tiling, self.captures, self.sizes = program, tiling, captures, sizes
@@ -128,10 +137,9 @@ class _Evaluation:
         if node.type == "bool":
             held = view.to(torch.uint8)
             return Truth(self._reduced(held, "amax", 0).bool(), self._reduced(held, "amin", 1).bool())
-        missing = torch.isnan(view).any() if view.is_floating_point() else torch.zeros((), dtype=torch.bool)
-        low = self._reduced(view, "amin", _largest(view.dtype)).double()
+        low = self._reduced(view, "amin", _largest(view.dtype)).double()  # of NaN both are NaN, so not known
         high = self._reduced(view, "amax", _smallest(view.dtype)).double()
-        return _checked(torch.where(missing, -math.inf, low), torch.where(missing, math.inf, high), node)
+        return _checked(low, high, node)
 
     def _reduced(self, view: Tensor, how: str, neutral: float) -> Tensor:
         """The least or greatest in each tile."""

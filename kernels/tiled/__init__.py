@@ -41,7 +41,7 @@ class TiledKernel(Kernel):
             program=request.program,
             facts=request.facts,
             post=request.post,
-            config=(("elements", elements), ("k_tile", k_tile), ("layout", output_layout(request.q)), ("q_tile", q_tile)),
+            config=(("by_bias", request.hides_by_bias), ("elements", elements), ("k_tile", k_tile), ("layout", output_layout(request.q)), ("q_tile", q_tile)),
             tf32=request.tf32,
             deterministic=request.deterministic,
             masked_rows=request.masked_rows,

@@ -141,7 +141,10 @@ class Attention:
         self.shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         self.tiles: Tiles = choose_tiles(self.shape, int(self.plan.get("q_tile")), int(self.plan.get("k_tile")), int(self.plan.get("elements")))
         self.mask = self.plan.facts.mask
-        self.visibility = Visibility(self.mask, self.plan.program, self.shape, captures, sizes, self.device)
+        by_bias = bool(self.plan.get("by_bias"))
+        bias = self.plan.facts.hiding_bias if by_bias else None
+        self.visibility = Visibility(self.mask, self.plan.program, self.shape, captures, sizes, self.device, bias)
+        self.skips_above = self.plan.facts.skips_above(by_bias)
         self.key_blocks = self.visibility.key_blocks(self.tiles.k)
         self.map = self.visibility.tile_map(self.tiles)
         self.dropout = None
@@ -282,12 +285,12 @@ class Attention:
         hi, lo = (torch.empty((s.batch, s.heads, s.lq), dtype=torch.float32, device=self.device) for _ in range(2))
         if s.lk == 0:
             return out.zero_(), hi.fill_(-math.inf), lo.zero_()  # an empty sum
-        check = self.mask is not None and not self.mask.every_row_visible and self.mask.skip_above > -math.inf
+        least = self.skips_above
         for chunk in self.chunks():
             for rows in ranges(s.lq, self.tiles.q):
                 q = self.tile(self.q, chunk, rows)
                 m, total, acc = self.forward_tile(chunk, rows, q, everything=False)
-                if check and self.mask is not None and bool((m < self.mask.skip_above).any()):
+                if least is not None and least > -math.inf and bool((m < least).any()):
                     # some row has no visible key: what was skipped matters to it
                     m, total, acc = self.forward_tile(chunk, rows, q, everything=True)
                 self.store(chunk, rows, m, total, acc, out, hi, lo)
@@ -403,13 +406,13 @@ class Backward:
 
     def visit_everything(self, hi: Tensor) -> bool:
         """A row without a visible key is there (or cannot be ruled out): its probabilities reach all keys, as NaN for a fill of -inf."""
-        mask = self.call.mask
-        if mask is None or mask.every_row_visible:
+        least = self.call.skips_above
+        if least is None:
             return False
-        if mask.skip_above == -math.inf:
+        if least == -math.inf:
             return self.call.plan.masked_rows == "eager" and bool((hi == -math.inf).any())
         # the maximum is at least lse - log(number of keys)
-        return bool((hi - math.log(max(1, self.call.shape.lk)) < mask.skip_above).any())
+        return bool((hi - math.log(max(1, self.call.shape.lk)) < least).any())
 
     def block(
         self, chunk: Chunk, rows: Range, keys: Range, apart: bool, p: Tensor, d_o: Tensor, delta: Tensor | None, shift: Tensor | None, dv: Tensor

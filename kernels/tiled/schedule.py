@@ -15,9 +15,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from fa_inductor.facts import MaskFacts
+from fa_inductor.facts import HIDDEN, MaskFacts
 from fa_inductor.program import Coordinates, ScoreProgram, evaluate, pruned
-from fa_inductor.program.tile_map import Tiling, Truth, tile_map
+from fa_inductor.program.tile_map import Tiling, Truth, conditions, tile_map
 
 Range = tuple[int, int]
 
@@ -86,7 +86,14 @@ class Visibility:
     """The mask of one call: bounds of ``k - q``, the key predicate, evaluated once at its own broadcast shape, and what depends on places otherwise."""
 
     def __init__(
-        self, mask: MaskFacts | None, program: ScoreProgram, shape: Shape, captures: Sequence[Tensor], sizes: Sequence[int], device: torch.device
+        self,
+        mask: MaskFacts | None,
+        program: ScoreProgram,
+        shape: Shape,
+        captures: Sequence[Tensor],
+        sizes: Sequence[int],
+        device: torch.device,
+        bias: int | None = None,
     ) -> None:
         self.mask, self.shape, self.device = mask, shape, device
         self.upper: int | None = None
@@ -105,6 +112,7 @@ class Visibility:
                     self.lower = bound if self.lower is None else max(self.lower, bound)
         self.program, self.captures, self.sizes = program, captures, sizes
         self.places = pruned(program, *mask.places) if mask is not None and mask.places else None
+        self.bias = bias
         self._patterns: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     def key_blocks(self, step: int) -> tuple[list[list[bool]], list[list[bool]]] | None:
@@ -119,10 +127,11 @@ class Visibility:
     def tile_map(self, tiles: Tiles) -> Truth | None:
         """Where some, and where all elements are visible by what is no bound and no key predicate: (B or 1, H or 1, q tiles, ``FINE`` keys)."""
         shape = self.shape
-        if self.places is None or self.mask is None or shape.lq == 0 or shape.lk == 0:
+        if (self.places is None and self.bias is None) or shape.lq == 0 or shape.lk == 0:
             return None
         tiling = Tiling(shape.batch, shape.heads, shape.lq, shape.lk, tiles.q, FINE, self.device)
-        return tile_map(self.program, self.mask.places, tiling, self.captures, self.sizes)
+        program = conditions(self.program, self.mask.places if self.mask is not None else (), self.bias, HIDDEN)
+        return tile_map(program, program.results, tiling, self.captures, self.sizes)
 
     def key_range(self, rows: Range) -> Range:
         """The keys that some row of the tile can see by the bounds; empty ranges are (n, n)."""
@@ -154,7 +163,7 @@ class Visibility:
             conditions += evaluate(self.places, Coordinates(batches, heads, rows, keys), captures=self.captures, sizes=self.sizes, device=self.device)
         if self.seen_by_all(rows, keys) != keys:
             conditions.append(self._by_bounds(rows, keys))
-        return self._bits(reduce(torch.logical_and, conditions))
+        return self._bits(reduce(torch.logical_and, conditions, torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)))
 
     def _by_bounds(self, rows: Range, keys: Range) -> Tensor:
         distance = torch.arange(*keys, device=self.device).view(1, 1, 1, -1) - torch.arange(*rows, device=self.device).view(1, 1, -1, 1)

@@ -62,7 +62,8 @@ def choose(request: AttentionRequest) -> tuple[tuple[str, int | str | bool], ...
         entries |= {f"{name}_m": fitted.m, f"{name}_n": fitted.n, f"{name}_warps": fitted.warps, f"{name}_stages": fitted.stages}
         entries |= {f"{name}_single": fitted.single} if name != "dense" else {}
     entries |= _whole(request, wide)
-    return tuple(sorted((entries | {"lists": _lists(request, entries)}).items()))
+    lists = _lists(request, entries)
+    return tuple(sorted((entries | {"lists": lists, "lists_bias": lists and request.hides_by_bias}).items()))
 
 
 def _hopper(wide: int, narrow: bool = False) -> dict[str, Launch]:
@@ -133,7 +134,7 @@ def _narrow(request: AttentionRequest) -> bool:
 def _lists(request: AttentionRequest, entries: dict[str, int | str | bool]) -> bool:
     """Walk over lists of tiles: the mask is more than bounds, and so much may be skipped that a pass over it pays."""
     mask = request.facts.mask
-    if mask is None or not mask.places or any(entries[f"{name}_single"] for name in ("fwd", "rows", "columns")):
+    if not (request.hides_by_bias or (mask is not None and mask.places)) or any(entries[f"{name}_single"] for name in ("fwd", "rows", "columns")):
         return False
     queries, keys = request.q.shape[2], request.k.shape[2]
     return not (isinstance(queries, int) and isinstance(keys, int)) or queries * keys >= _LEAST_SCORES

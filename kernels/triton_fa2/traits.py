@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from fa_inductor.facts import Affine, MaskFacts
-from fa_inductor.program import ProgramBuilder, ScoreProgram, dependencies, differentiate, pruned
+from fa_inductor.facts import HIDDEN, Affine, MaskFacts
+from fa_inductor.program import ProgramBuilder, ScoreProgram, dependencies, differentiate
 from fa_inductor.program.evaluate import load_axes
+from fa_inductor.program.tile_map import conditions
 from fa_inductor.request import Plan
 
 from .fold import LOG2E, constant_factor, may_be_minus_infinity, moderate, reads, scaled, score_scale, without_factor
@@ -171,31 +172,25 @@ class Traits:
     @cached_property
     def conditions(self) -> ScoreProgram:
         """What must hold for a score to be visible, as the results of one program."""
-        assert self.mask is not None
-        return pruned(self.plan.program, *(t.node for t in self.mask.terms), *self.mask.places)
+        mask = self.mask
+        predicates = (*(t.node for t in mask.terms), *mask.places) if mask is not None else ()
+        return conditions(self.plan.program, predicates, self.plan.facts.hiding_bias if self.plan.get("lists_bias") else None, HIDDEN)
 
     @property
-    def _skips(self) -> bool:
-        """Some tile may be left out."""
-        return self.lists or bool(self.mask and self.mask.terms)
+    def _least(self) -> float | None:
+        """The maximum that a row must reach for hidden tiles not to matter; None where nothing is skipped, or every row does."""
+        skips = self.lists or bool(self.mask and self.mask.terms)
+        return self.plan.facts.skips_above(by_bias=bool(self.plan.get("lists_bias"))) if skips else None
 
     @cached_property
     def repair(self) -> float | None:
         """Hidden tiles must be visited for rows whose maximum stays below this; None where skipping is always exact."""
-        mask = self.mask
-        if mask is None or mask.every_row_visible or not self._skips or mask.fill == -math.inf:
-            return None
-        return mask.skip_above
+        return None if self._least == -math.inf else self._least
 
     @cached_property
     def flag_below(self) -> float | None:
         """In backward, a head with an lse below this visits every tile (-inf: only lse == -inf counts)."""
-        mask = self.mask
-        if mask is None or not self._skips or mask.every_row_visible:
-            return None
-        if mask.fill == -math.inf:
-            return None if self.zero_rows else -math.inf
-        return mask.skip_above
+        return None if self._least == -math.inf and self.zero_rows else self._least
 
     # -- programs ------------------------------------------------------------------------------------------------------
     @cached_property

@@ -55,13 +55,14 @@ def test_small_tiles(worker: Worker, name: str) -> None:
     worker.run("case", name=name, config=small_tiles(16))
 
 
-LISTED = ["documents_inf", "blocks_inf_hidden_rows", "blocks_min_hidden_rows", "groups_of_heads_grad"]
+LISTED = ["documents_inf", "blocks_inf_hidden_rows", "blocks_min_hidden_rows", "float_mask_min_hidden_rows", "groups_of_heads_grad"]
+BY_BIAS = ["float_mask_inf_hidden_rows", "float_mask_min_causal"]
 
 
 @pytest.mark.parametrize("tile", [16, 32])
-@pytest.mark.parametrize("name", [*LISTED, *(f"{n}-rectangle" for n in LISTED[:3]), "blocks_inf_hidden_rows-zero"])
+@pytest.mark.parametrize("name", [*LISTED, *BY_BIAS, *(f"{n}-rectangle" for n in LISTED[:4]), "blocks_inf_hidden_rows-zero"])
 def test_lists_of_tiles_are_walked(worker: Worker, name: str, tile: int) -> None:
-    worker.run("case", name=name, config=small_tiles(tile) | {"lists": True, "fwd_m": 32, "columns_n": 64})
+    worker.run("case", name=name, config=small_tiles(tile) | {"lists": True, "lists_bias": "float_mask" in name, "fwd_m": 32, "columns_n": 64})
 
 
 @pytest.mark.parametrize(

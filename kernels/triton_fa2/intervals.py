@@ -180,6 +180,8 @@ class IntervalRenderer:
             names = (f"m{i}", f"a{i}") if node.type == "bool" else (f"l{i}", f"u{i}")
             if node.op == "load":
                 self._load(node, names)
+            elif node.op in _COMPARISONS and self.program.nodes[node.args[0]].type != "bool":
+                self._comparison(node, names, *(self.value(a) for a in node.args))
             else:
                 args = [self.value(a) for a in node.args]
                 self._assign(names, self._expression(node, args))
@@ -207,9 +209,12 @@ class IntervalRenderer:
             return _converted(node, args[0], kinds[0])
         if "bool" in kinds:
             return _unknown(node)
-        if node.op in _COMPARISONS:
-            return _comparison(node.op, *args)
         return f"fa2_{node.op}({', '.join(name for pair in args for name in pair)})" if node.op in _ARITHMETIC else _unknown(node)
+
+    def _comparison(self, node: Node, names: tuple[str, str], a: tuple[str, str], b: tuple[str, str]) -> None:
+        may, every = (form.format(al=a[0], au=a[1], bl=b[0], bu=b[1]) for form in _COMPARISONS[node.op])
+        nan = f"n{names[0][1:]}"  # what may be anything may be NaN, which is nowhere in an order
+        self.lines += [f"{nan} = {_anything([a, b])}", f"{names[0]} = ({may}) | {nan}", f"{names[1]} = ({every}) & ~{nan}"]
 
     def _assign(self, names: tuple[str, str], expression: str) -> None:
         self.lines.append(f"{names[0]}, {names[1]} = {expression}")
@@ -314,12 +319,6 @@ _ZEROS = "tl.zeros([1, 1, 1], tl.int8)"
 def _over_tile(how: str, value: str) -> str:
     """(queries, key tiles, keys) -> key tiles."""
     return f"tl.{how}(tl.{how}({value}, 0), 1)"
-
-
-def _comparison(op: str, a: tuple[str, str], b: tuple[str, str]) -> str:
-    may, every = (form.format(al=a[0], au=a[1], bl=b[0], bu=b[1]) for form in _COMPARISONS[op])
-    anything = _anything([a, b])  # NaN is nowhere in an order
-    return f"({may}) | {anything}, ({every}) & ~({anything})"
 
 
 def _anything(args: list[tuple[str, str]]) -> str:

@@ -23,6 +23,8 @@ from .launch import launch, tensor_arguments, tiles
 from .template_tiles import sizes_of
 
 _CHUNK = 256
+ROWS = 4
+"""Of a tensor of a number for each score, read together: few, so that many programs are resident."""
 _NEWLINE = "\n"
 _PART = "#"
 
@@ -136,7 +138,7 @@ def find_map(
         arguments,
         TILE_Q=tile_q,
         TILE_K=tile_k,
-        ROWS=min(tile_q, 4),
+        ROWS=min(tile_q, ROWS),
         num_warps=4,
         num_stages=1,
     )

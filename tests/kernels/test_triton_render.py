@@ -16,6 +16,7 @@ from fa_inductor.kernels.triton_fa2.config import choose, estimate, shared_memor
 from fa_inductor.kernels.triton_fa2.fold import moderate, scaled
 from fa_inductor.kernels.triton_fa2.render import Renderer
 from fa_inductor.kernels.triton_fa2.template_forward import forward_source
+from fa_inductor.kernels.triton_fa2.template_tiles import map_source
 from fa_inductor.kernels.triton_fa2.traits import Traits
 from fa_inductor.program import Coordinates, ProgramBuilder, evaluate
 from fa_inductor.request import AttentionRequest
@@ -298,5 +299,68 @@ def fa2_forward(
     tl.store(LSE + row, lse, mask=q_in)
     o_base = O + b.to(tl.int64) * O_s0 + h.to(tl.int64) * O_s1
     tl.store(o_base + q_rows.to(tl.int64)[:, None] * O_s2 + dv_local[None, :] * O_s3, acc.to(O.dtype.element_ty), mask=q_in[:, None])
+""",
+        )
+
+
+class MapSource(expecttest.TestCase):
+    def test_documents(self) -> None:
+        """The conditions of packed documents on whole tiles: each number is a pair of bounds."""
+        text = map_source(traits_of_form("documents_inf").conditions).partition("@triton.jit(do_not")[2]
+        self.assertExpectedInline(
+            text,
+            """\
+_specialize=["H", "Lq", "Lk"])
+def fa2_map(
+    STATE, C0, C0_s0, C0_s1, H, Lq, Lk, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    tiles_q = (Lq + TILE_Q - 1) // TILE_Q
+    tiles_k = (Lk + TILE_K - 1) // TILE_K
+    chunks = (tiles_k + 15) // 16
+    outer = pid // (chunks * tiles_q)
+    b = outer
+    h = outer * 0
+    q0 = pid // chunks % tiles_q * TILE_Q
+    tile = pid % chunks * 16 + tl.arange(0, 16)
+    k0 = tile * TILE_K
+    b_low = b.to(tl.float64) + tl.zeros([1], tl.float64)
+    b_high = b_low
+    h_low = h.to(tl.float64) + tl.zeros([1], tl.float64)
+    h_high = h_low
+    q_low = q0.to(tl.float64) + tl.zeros([1], tl.float64)
+    q_high = (tl.minimum(q0 + TILE_Q, Lq) - 1).to(tl.float64) + tl.zeros([1], tl.float64)
+    k_low = k0.to(tl.float64)
+    k_high = (tl.minimum(k0 + TILE_K, Lk) - 1).to(tl.float64)
+    q_at = (q0 + tl.arange(0, TILE_Q)).to(tl.int64)[None, None, :]
+    q_in = q_at < Lq
+    rows_at = (q0 + tl.arange(0, TILE_Q)).to(tl.int64)[:, None, None]
+    k_at = (k0[:, None] + tl.arange(0, TILE_K)[None, :]).to(tl.int64)[None, :, :]
+    k_in = k_at < Lk
+    word_at = (tile[:, None] * (TILE_K // 4) + tl.arange(0, TILE_K // 4)[None, :])[None, :, :]
+    inner = (q0 + TILE_Q <= Lq) & ((pid % chunks + 1) * 16 * TILE_K <= Lk)
+    l3, u3 = k_low, k_high
+    l1, u1 = q_low, q_high
+    l6, u6 = fa2_sub(l3, u3, l1, u1)
+    l6, u6 = fa2_whole_number(l6, u6, (fa2_anything(l3, u3) | fa2_anything(l1, u1)))
+    l7, u7 = tl.full([1], 0.0, tl.float64), tl.full([1], 0.0, tl.float64)
+    n8 = (fa2_anything(l6, u6) | fa2_anything(l7, u7))
+    m8 = (l6 <= u7) | n8
+    a8 = (u6 <= l7) & ~n8
+    x2 = tl.load(C0 + b.to(tl.int64) * C0_s0 + q_at * C0_s1, mask=q_in, other=0).to(tl.float64) + tl.zeros([1, 1, 1], tl.int8)
+    l2 = (tl.min(tl.min(tl.where(q_in, x2, float("inf")), 0), 1)).to(tl.float64)
+    u2 = (tl.max(tl.max(tl.where(q_in, x2, float("-inf")), 0), 1)).to(tl.float64)
+    l2, u2 = fa2_known(l2, u2, tl.full([], 4503599627370496.0, tl.float64))
+    x4 = tl.load(C0 + b.to(tl.int64) * C0_s0 + k_at * C0_s1, mask=k_in, other=0).to(tl.float64) + tl.zeros([1, 1, 1], tl.int8)
+    l4 = (tl.min(tl.min(tl.where(k_in, x4, float("inf")), 0), 1)).to(tl.float64)
+    u4 = (tl.max(tl.max(tl.where(k_in, x4, float("-inf")), 0), 1)).to(tl.float64)
+    l4, u4 = fa2_known(l4, u4, tl.full([], 4503599627370496.0, tl.float64))
+    n5 = (fa2_anything(l2, u2) | fa2_anything(l4, u4))
+    m5 = ((l2 <= u4) & (l4 <= u2)) | n5
+    a5 = ((l2 == u2) & (l4 == u4) & (l2 == l4)) & ~n5
+    may = (tile >= 0) & m8 & m5
+    every = may & a8 & a5
+    at = (outer.to(tl.int64) * tiles_q + pid // chunks % tiles_q) * tiles_k + tile
+    tl.store(STATE + at, (may.to(tl.int32) + 2 * every.to(tl.int32)).to(tl.int8), mask=tile < tiles_k)
 """,
         )

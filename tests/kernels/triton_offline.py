@@ -14,8 +14,9 @@ import torch
 from kernel_cases import Case, Dims, problem
 
 from fa_inductor.kernels.triton_fa2 import KERNEL
-from fa_inductor.kernels.triton_fa2.codegen import columns_kernel, dense_kernel, forward_kernel, rows_kernel, traits_of
+from fa_inductor.kernels.triton_fa2.codegen import columns_kernel, dense_kernel, forward_kernel, map_kernel, rows_kernel, traits_of
 from fa_inductor.kernels.triton_fa2.template_backward import Wanted
+from fa_inductor.kernels.triton_fa2.tile_lists import ROWS
 from fa_inductor.request import AttentionRequest, Plan
 
 _TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int64": "i64", "int32": "i32"}
@@ -89,6 +90,23 @@ def compile_kernel(function: Any, plan: Plan, name: str, dtype: torch.dtype, cap
     options = {"num_warps": plan.get(f"{name}_warps"), "num_stages": plan.get(f"{name}_stages")}
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
     return _usage(triton.compile(source, target=target, options=options), triton)
+
+
+def compile_map(form: str, capability: tuple[int, int]) -> Usage:
+    """``fa2_map`` for a form's conditions, in tiles of 64 x 64."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    program = traits_of(plan_of(form, 64, capability=capability)).conditions
+    function = map_kernel(program)
+    constants: dict[str, Any] = {"TILE_Q": 64, "TILE_K": 64, "ROWS": ROWS} | {f"C{c}_s{program.captures[c].rank - 1}": 1 for c in program.reads()}
+    kinds = {"STATE": "*i8"} | {f"C{c}": "*" + _TYPES[program.captures[c].dtype] for c in program.reads()}
+    signature = {a: "constexpr" if a in constants else kinds.get(a, "i32") for a in function.arg_names}
+    aligned = [i for i, a in enumerate(function.arg_names) if re.fullmatch(r"STATE|C\d+(_s\d)?", a) and a not in constants]
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
+    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    return _usage(triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 1}), triton)
 
 
 def _usage(compiled: Any, triton: Any) -> Usage:

@@ -76,8 +76,9 @@ class MaskFacts:
         return next((t for t in self.terms if t.kind == kind), None)
 
 
-HIDDEN = -1e30
-"""A number at or below this, added to a score, hides it from every row whose maximum is at least a tenth of it."""
+HIDDEN = -1e38
+"""A number at or below this, added to a score, hides it from every row whose maximum is at least a tenth of it: -inf and the least numbers of
+fp32 and bf16, so that no other bias of a sane size brings it back."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .index import Expr, as_expr
-from .normalize.aliases import storage_keys, written_args
+from .normalize.aliases import storage_keys, writes
 from .patterns.generators import reads
 from .patterns.views import name_of
 from .sizes import definition
@@ -41,7 +41,7 @@ class GraphContext:
         self.recomputed = outside is not None and grad_enabled
         self.outside = outside or frozenset()
         self._scan(grad_enabled)
-        self.written = frozenset(s for w in self.writes for t in written_args(w) for s in storage_keys(t))
+        self.written = frozenset(s for w in self.writes for t in writes(w) for s in storage_keys(t))
 
     # -- facts -----------------------------------------------------------------------------------------------------------
     def is_written(self, node: fx.Node) -> bool:
@@ -73,7 +73,7 @@ class GraphContext:
         """A node at a position in (first, last) that writes to storage which one of ``nodes`` shares."""
         storages = {s for n in nodes for s in storage_keys(n)}
         for write in self.writes:
-            if first < self.order[write] < last and any(s in storages for t in written_args(write) for s in storage_keys(t)):
+            if first < self.order[write] < last and any(s in storages for t in writes(write) for s in storage_keys(t)):
                 return write
         return None
 
@@ -98,7 +98,7 @@ class GraphContext:
             self.grad_mode[node] = mode
             if self._wants_grad(node, mode, grad_enabled):
                 self.needs_grad.add(node)
-            if written_args(node):
+            if writes(node):
                 self.writes.append(node)
             value = node.meta.get("val")
             if node.op == "placeholder" and isinstance(value, torch.SymInt):

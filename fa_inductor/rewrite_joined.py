@@ -10,7 +10,7 @@ from torch import fx
 from .graph import GraphContext
 from .index import ONE, Expr
 from .lift import liftable, refuse
-from .normalize.aliases import written_args
+from .normalize.aliases import writes
 from .patterns.views import SPLITS, name_of
 from .refusal import declare
 from .request import Plan
@@ -47,7 +47,7 @@ def _movable(context: GraphContext, node: fx.Node, first: fx.Node) -> bool:
     """A view or an elementwise op between whose old place and ``first`` nothing that it reads is written to."""
     order, mode = context.order, context.grad_mode
     sizes = isinstance(node.meta.get("val"), torch.SymInt)
-    if node not in order or not (liftable(node) or name_of(node) in SPLITS or sizes) or written_args(node) or mode[node] != mode[first]:
+    if node not in order or not (liftable(node) or name_of(node) in SPLITS or sizes) or writes(node) or mode[node] != mode[first]:
         return False
     return context.written_between(set(node.all_input_nodes), order[first] - 1, order[node]) is None
 

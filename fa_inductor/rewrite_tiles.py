@@ -13,7 +13,7 @@ from torch import fx
 
 from .emitter import fake_mode_of, fake_value
 from .kernel_table import kernel_named
-from .normalize.aliases import storage_keys, written_args
+from .normalize.aliases import storage_keys, writes
 from .request import Plan
 from .site import AttentionSite
 
@@ -49,7 +49,7 @@ def share_tiles(graph: fx.Graph) -> None:
     known: dict[Any, fx.Node] = {}
     read: dict[Any, frozenset[int]] = {}
     for node in list(graph.nodes):
-        for key in [k for k, storages in read.items() if any(storages & storage_keys(w) for w in written_args(node))]:
+        for key in [k for k, storages in read.items() if any(storages & storage_keys(w) for w in writes(node))]:
             del known[key], read[key]
         if node.target is not torch.ops.fa_inductor.find_tiles.default:
             continue

@@ -52,18 +52,18 @@ def _softcap(nodes: tuple[Node, ...], depends: tuple[frozenset[str], ...], at: i
 
 
 def hiding_bias(program: ScoreProgram, at: int) -> int | None:
-    """A tensor of floats that is added to the scores ``at``, read at (b, q, k) alone: what a mask of 0 and -inf looks like."""
+    """A tensor of floats that is added to the scores ``at``, read at (b, q, k) alone: what a mask of 0 and -inf looks like. None where there are two."""
     nodes, depends = program.nodes, dependencies(program.nodes)
+    found: list[int] = []
     while nodes[at].op == "add":
         inner, other = nodes[at].args if "score" in depends[nodes[at].args[0]] else nodes[at].args[::-1]
         if "score" in depends[other]:
-            return None
+            break
         load = nodes[other].args[0] if nodes[other].op == "round" else other
         axes = load_axes(program, nodes[load]) if nodes[load].op == "load" else None
-        if axes is not None and {"q", "k"} <= set(axes) and "h" not in axes:
-            return load
+        found += [load] if axes is not None and {"q", "k"} <= set(axes) and "h" not in axes else []
         at = inner
-    return None
+    return found[0] if len(found) == 1 else None
 
 
 def looks_like_alibi(program: ScoreProgram, bias: int) -> bool:

@@ -374,3 +374,78 @@ def test_what_is_written_after_its_use_is_kept_for_the_gradient(module: type[tor
         found.append(torch.autograd.grad(call(*inputs).square().sum(), inputs))
     for eager, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+def _in_a_checkpoint(write: Callable[[Tensor], Any], x: Tensor, other: Tensor) -> Tensor:
+    """``x`` is written to in a checkpoint's body, which returns the double of ``other``."""
+    return torch.utils.checkpoint.checkpoint(lambda other, x: (write(x), other * 2)[1], other, x, use_reentrant=False)
+
+
+def mask_written_in_a_checkpoint(q, k, v):
+    m = torch.ones(L, L, dtype=torch.bool, device=q.device).tril().clone()
+    q = _in_a_checkpoint(lambda m: m.fill_(True), m, q)
+    return (q @ k.mT).masked_fill(~m, -math.inf).softmax(-1) @ v
+
+
+def given_mask_copied_and_written_in_a_checkpoint(q, k, v, m):
+    m = m.clone()
+    q = _in_a_checkpoint(lambda m: m.fill_(True), m, q)
+    return (q @ k.mT).masked_fill(~m, -math.inf).softmax(-1) @ v
+
+
+def keys_copied_and_written_in_a_checkpoint(q, k, v):
+    keys = k.clone()
+    v = _in_a_checkpoint(lambda x: x.mul_(2), keys, v)
+    return attend(q, keys, v)
+
+
+def zeros_written_in_a_checkpoint(q, k, v):
+    bias = torch.zeros(L, L, device=q.device)
+    q = _in_a_checkpoint(lambda x: x.add_(torch.arange(L)), bias, q)
+    return (q @ k.mT + bias).softmax(-1) @ v
+
+
+def contiguous_queries_written_in_a_checkpoint(q, k, v):
+    queries = q.transpose(1, 2).contiguous().transpose(1, 2)
+    v = _in_a_checkpoint(lambda x: x.mul_(3), queries, v)
+    return attend(queries, k, v)
+
+
+CHECKPOINTED = [
+    mask_written_in_a_checkpoint,
+    given_mask_copied_and_written_in_a_checkpoint,
+    keys_copied_and_written_in_a_checkpoint,
+    zeros_written_in_a_checkpoint,
+    contiguous_queries_written_in_a_checkpoint,
+]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("function", CHECKPOINTED, ids=lambda f: f.__name__)
+def test_what_a_checkpoint_writes_is_read(function: Callable[..., Tensor], train: bool) -> None:
+    """A copy that a higher-order node writes to does not hold what it was made from."""
+    inputs = [x.detach().requires_grad_(train) for x in qkv()]
+    given = [torch.ones(L, L, dtype=torch.bool).tril()] if "given" in function.__name__ else []
+    torch._dynamo.reset()
+    result, expected = (f(*inputs, *given) for f in (torch.compile(function, backend="flashattn"), function))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    if train:
+        for a, b in zip(*(torch.autograd.grad(o.square().sum(), inputs) for o in (result, expected)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_triton_kernel_of_the_users_writes() -> None:
+    """Its node in Dynamo's graph is a higher-order one: all that it is given counts as written."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    from fa_inductor.normalize.aliases import CLEAN, writes
+
+    with torch._subclasses.FakeTensorMode():
+        value = torch.empty(4)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = value
+    launch = graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "grid": [(1, 1, 1)], "kwargs": {"X": x}})
+    assert writes(launch) == [x]
+    launch.meta[CLEAN] = True
+    assert writes(launch) == []

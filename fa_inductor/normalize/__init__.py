@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..location import location_of
 from ..refusal import Refusal, Refused, declare
-from .aliases import writes_inputs
+from .aliases import CLEAN, writes_inputs
 from .calling import placeholders
 from .fakes import find_fake_mode, fresh_copies
 from .functional import functionalise
@@ -80,6 +80,8 @@ def _normalize(gm: fx.GraphModule, values: tuple[Any, ...], mode: FakeTensorMode
     _check_metadata_updates(trace.gm)
     subgraphs, left, writers = _normalize_bodies(trace, mode)
     clean = frozenset(c.node for c in trace.bodies if c.path not in writers)
+    for node in clean:
+        node.meta[CLEAN] = True
     grad, autocast = ambient()
     anywhere = any(enabled for _, enabled, _ in autocast)
     left += functionalise(trace.gm, mode, modes(trace.gm, grad, anywhere), clean)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -21,6 +21,10 @@ aten = torch.ops.aten
 METADATA_READS = frozenset({aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default})
 _DETACHES = frozenset({aten.detach.default})
 _SPLITS = frozenset({aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections})
+
+
+CLEAN = "fa_inductor_clean"
+"""In the meta of a higher-order node: its body writes none of its operands."""
 
 
 def storage_keys(node: fx.Node) -> frozenset[int]:
@@ -37,6 +41,16 @@ def written_args(node: fx.Node) -> list[fx.Node]:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             written += [v for v in pytree.tree_leaves(value) if isinstance(v, fx.Node)]
     return written
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """Nodes whose memory ``node`` may write: by its schema; for a higher-order node all it is given, unless its body was seen to write none of it.
+
+    The body of a checkpoint may write its operands, and so does a Triton kernel of the user's.
+    """
+    if isinstance(node.target, HigherOrderOperator):
+        return [] if node.meta.get(CLEAN) else [n for n in node.all_input_nodes if storage_keys(n)]
+    return written_args(node)
 
 
 @dataclass
@@ -135,7 +149,7 @@ def _mark_aliased_outputs(storages: dict[int, Storage], output: fx.Node) -> None
 def writes_inputs(gm: fx.GraphModule, *only: fx.Node) -> bool:
     """Whether an operator of the graph (or one of ``only``) writes memory that a placeholder or attribute owns."""
     owned = frozenset[int]().union(*(storage_keys(n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")))
-    return any(owned & storage_keys(w) for node in only or gm.graph.nodes for w in written_args(node))
+    return any(owned & storage_keys(w) for node in only or gm.graph.nodes for w in writes(node))
 
 
 def same_place(a: fx.Node, b: fx.Node) -> bool:

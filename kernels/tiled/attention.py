@@ -412,7 +412,7 @@ class Backward:
         if least == -math.inf:
             return self.call.plan.masked_rows == "eager" and bool((hi == -math.inf).any())
         # the maximum is at least lse - log(number of keys)
-        return bool((hi - math.log(max(1, self.call.shape.lk)) < least).any())
+        return not bool((hi - math.log(max(1, self.call.shape.lk)) >= least).all())  # a row of NaN too reaches all keys
 
     def block(
         self, chunk: Chunk, rows: Range, keys: Range, apart: bool, p: Tensor, d_o: Tensor, delta: Tensor | None, shift: Tensor | None, dv: Tensor

@@ -90,7 +90,8 @@ def delta_source(traits: Traits) -> str:
     if least is not None:
         body += [
             'lse = tl.load(LSE + row, mask=q_in, other=float("inf"))',
-            f"low_rows = tl.max(tl.where(lse {'==' if least == float('-inf') else '<'} {literal(least)}, 1, 0), 0)",
+            # a row of NaN too reaches all keys
+            f"low_rows = tl.max(tl.where(lse {'==' if least == float('-inf') else '>='} {literal(least)}, {'1, 0' if least == float('-inf') else '0, 1'}), 0)",
             "tl.store(FLAG + bh, 1, mask=low_rows > 0)  # every writer writes the same value",
         ]
     return kernel("fa2_delta", delta_parameters(traits), ("BLOCK_M",), ("H", "Lq"), body)

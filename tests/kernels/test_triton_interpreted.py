@@ -77,7 +77,10 @@ def test_no_claim_about_a_tile_is_wrong(worker: Worker, first: int) -> None:
     worker.run("map_claims", first=first, programs=100)
 
 
-@pytest.mark.parametrize(("mask", "fill", "dynamic"), [(m, f, d) for m in ("documents", "tensor", "written") for f, d in ((-math.inf, True), (-1e9, False))])
+SHARED = [(m, f, d) for m in ("documents", "tensor", "written") for f, d in ((-math.inf, True), (-1e9, False))]
+
+
+@pytest.mark.parametrize(("mask", "fill", "dynamic"), [*SHARED, ("checkpoint", -math.inf, False)])
 def test_layers_share_lists(worker: Worker, mask: str, fill: float, dynamic: bool) -> None:
     worker.run("shared_lists", mask=mask, fill=fill, dynamic=dynamic)
 

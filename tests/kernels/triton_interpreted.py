@@ -408,6 +408,7 @@ def shared_lists(mask: str, fill: float, dynamic: bool) -> None:
 
     import torch
     from fusing import check
+    from torch.utils.checkpoint import checkpoint
 
     from fa_inductor.kernels.triton_fa2 import config
     from fa_inductor.kernels.triton_fa2 import tile_lists as lists
@@ -441,9 +442,19 @@ def shared_lists(mask: str, fill: float, dynamic: bool) -> None:
         blocks[:, :40] = True
         return layer(x, blocks)
 
-    function, given, passes = {"documents": (documents, ids, 1), "tensor": (tensor, blocks, 1), "written": (written, blocks, 2)}[mask]
+    def checkpointed(x, blocks):
+        blocks = blocks.roll(0, 1)
+        x = layer(x, blocks)
+        return layer(checkpoint(lambda y, m: (m.fill_(True), y * 2)[1], x, blocks, use_reentrant=False), blocks)
+
+    forms = {"documents": (documents, ids, 1), "tensor": (tensor, blocks, 1), "written": (written, blocks, 2), "checkpoint": (checkpointed, blocks, 2)}
+    function, given, passes = forms[mask]
     try:
         x = torch.randn(2, length, 32)
+        if mask == "checkpoint":  # in training autograd itself, under this graph that is not made functional, would object
+            check(function, (x, given), sites=2, options=Options(kernel="triton_fa2"))
+            assert len(found) == passes, found
+            return
         sites = check(function, (x.requires_grad_(), given), sites=2, options=Options(kernel="triton_fa2"), dynamic=dynamic or None)
         assert {s.kernel for s in sites} == {"triton_fa2"}
         assert len(found) == passes and all(len(w) == 3 for w in found), found

@@ -8,7 +8,8 @@ packed (8, of random lengths), a prefix is an eighth of the length, blocks of 12
 the two-reference rule. The share is that of 128 x 128 tiles with a visible score. ``triton`` is flashattn with that kernel for every mask;
 ``flex`` is PyTorch's FlexAttention with its block mask already built, whose making is timed apart; ours is made in every step. ``--map``
 times the pass over a mask that is a tensor against reading as many bytes at the speed of a copy; ``--profile`` adds the microseconds in each
-of our Triton kernels, forward and backward.
+of our Triton kernels, forward and backward. ``kernels`` is ``triton`` without Inductor: the rewritten graph run node by node, which compiles in seconds and
+has the same kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from typing import Any
 import harness
 import torch
 from torch import Tensor
+
+from fa_inductor.backend import Compilation
+from fa_inductor.options import Options
 
 Mask = Callable[[Tensor], Tensor]
 """(length, length) or (length,) tensors that a mask is made of -> which scores are visible."""
@@ -143,6 +147,8 @@ def contender(name: str, contender: str, mask: Mask | None, args: argparse.Names
     """(q, k, v, what the mask is made of) -> output."""
     if contender == "flex":
         return flex(name)
+    if contender == "kernels":
+        return torch.compile(attention(mask), backend=lambda gm, _: Compilation(gm, Options(kernel="triton_fa2")).run(), dynamic=False)
     options = {"kernel": "triton"} if contender == "triton" else None
     return torch.compile(attention(mask), backend="flashattn", dynamic=False, options=options)
 
@@ -254,7 +260,7 @@ def main() -> None:
     for name, default in (("length", 2048), ("batch", 1), ("heads", 4), ("size", 64), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", default="", help="comma-separated masks: " + ", ".join(CASES))
-    parser.add_argument("--contenders", default="flashattn", help="comma-separated: flashattn, triton, flex")
+    parser.add_argument("--contenders", default="flashattn", help="comma-separated: flashattn, triton, kernels, flex")
     parser.add_argument("--map", action="store_true", help="time the pass over a mask alone, on a GPU")
     parser.add_argument("--profile", action="store_true", help="microseconds in each Triton kernel, on a GPU")
     parser.add_argument("--out")

@@ -12,7 +12,7 @@ from fa_inductor.request import Forward, Gradients, Inputs, Needs, Plan, Size
 
 from .codegen import columns_kernel, delta_kernel, dense_kernel, rows_kernel, sum_kernel, traits_of, whole_kernel
 from .launch import common_arguments, empty_like_order, launch, tensor_arguments, tiles
-from .template_backward import Wanted
+from .template_backward import ROW_PAD, Wanted, statistics
 from .text import strided
 from .tile_lists import lists_for
 from .traits import LoadGradient, Traits
@@ -50,23 +50,21 @@ def backward(plan: Plan, inputs: Inputs, result: Forward, grad_out: Tensor, grad
 
 
 def _shared(traits: Traits, inputs: Inputs, result: Forward, grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Any]:
-    """Arguments of every gradient kernel; runs the kernel that computes delta. The lse's gradient adds P dlse to dS = P (dP - delta)."""
+    """Arguments of every gradient kernel; runs the kernel that computes delta."""
     q, out = inputs.q, result.extra[1] if traits.exact_delta else result.out
     batch, heads, length, _ = q.shape
-    delta = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
-    extra: dict[str, Any] = {}
+    padded = tiles(length, ROW_PAD) * ROW_PAD
+    own: dict[str, Any] = {name: torch.empty((batch, heads, padded), dtype=torch.float32, device=q.device) for name in statistics(traits)}
     if traits.flag_below is not None:
-        extra["FLAG"] = torch.zeros((batch * heads,), dtype=torch.int32, device=q.device)
-    arguments = tensor_arguments({"O": out, "DO": grad_out}) | {"DELTA": delta, "H": heads, "Lq": length}
-    if extra:
-        arguments |= {"LSE": result.lse, **extra}
-    launch(delta_kernel(traits.plan), tiles(length, 64) * batch * heads, arguments, BLOCK_M=64, num_warps=4, num_stages=1)
-    if grad_lse is not None:
-        delta = delta - grad_lse
+        own["FLAG"] = torch.zeros((batch * heads,), dtype=torch.int32, device=q.device)
+    arguments = tensor_arguments({"O": out, "DO": grad_out}) | own | {"LSE": result.lse, "H": heads, "Lq": length}
     if traits.split_lse:
-        extra["LSE_LOW"] = result.extra[0]
-    tensors = tensor_arguments({"Q": q, "K": inputs.k, "V": inputs.v, "DO": grad_out})
-    return tensors | {"LSE": result.lse, "DELTA": delta} | extra | common_arguments(traits, inputs)
+        arguments["LSE_LOW"] = result.extra[0]
+    if grad_lse is not None:
+        arguments["DLSE"] = grad_lse.contiguous()
+    kernel = delta_kernel(traits.plan, grad_lse is not None)
+    launch(kernel, tiles(padded, 64) * batch * heads, arguments, BLOCK_M=64, num_warps=4, num_stages=1)
+    return tensor_arguments({"Q": q, "K": inputs.k, "V": inputs.v, "DO": grad_out}) | own | common_arguments(traits, inputs)
 
 
 def _walks(plan: Plan, inputs: Inputs, rows: bool, columns: bool) -> dict[str, dict[str, Tensor]]:

@@ -18,10 +18,11 @@ from typing import Any
 from fa_inductor.program import ScoreProgram
 from fa_inductor.request import Plan
 
+from .choices import function, names_in
 from .helpers import EXPM1, KEEP, LOG1P, PHILOX, PHILOX_ASSEMBLY, TANH_APPROXIMATE, TANH_EXACT
 from .template_backward import SUM, Wanted, columns_source, delta_source, dense_source, rows_source
 from .template_forward import forward_source
-from .template_tiles import LISTS, ORDER, map_source
+from .template_tiles import Walk, lists_source, map_source
 from .template_whole import whole_source
 from .traits import LoadGradient, Traits
 
@@ -45,6 +46,7 @@ def module_text(traits: Traits, kernel: str, on_gpu: bool = True) -> str:
     if "fa2_tanh(" in kernel:
         helpers += TANH_APPROXIMATE if on_gpu and not traits.plan.get("precision") else TANH_EXACT
     helpers += "".join(text for name, text in (("fa2_expm1(", EXPM1), ("fa2_log1p(", LOG1P)) if name in kernel)
+    helpers += "".join(function(name, on_gpu) for name in names_in(kernel))
     return f"{_HEADER}\n{helpers}\n\n{kernel}"
 
 
@@ -94,9 +96,9 @@ def forward_kernel(plan: Plan) -> Any:
 
 
 @lru_cache(maxsize=512)
-def delta_kernel(plan: Plan) -> Any:
+def delta_kernel(plan: Plan, lse_gradient: bool) -> Any:
     traits = traits_of(plan)
-    return build(traits, delta_source(traits), "fa2_delta")
+    return build(traits, delta_source(traits, lse_gradient), "fa2_delta")
 
 
 @lru_cache(maxsize=512)
@@ -133,11 +135,8 @@ def map_kernel(program: ScoreProgram) -> Any:
     return load_module(f"{_HEADER}\n{map_source(program)}").fa2_map
 
 
-@lru_cache(maxsize=1)
-def lists_kernel() -> Any:
-    return load_module(f"{_HEADER}\n{LISTS}").fa2_lists
-
-
-@lru_cache(maxsize=1)
-def order_kernel() -> Any:
-    return load_module(f"{_HEADER}\n{ORDER}").fa2_order
+@lru_cache(maxsize=512)
+def lists_kernels(walks: tuple[Walk, ...], fine_q: int, fine_k: int, chunk: int) -> tuple[Any, Any]:
+    """``fa2_lists`` and ``fa2_fronts``."""
+    module = load_module(f"{_HEADER}\n{lists_source(walks, fine_q, fine_k, chunk)}")
+    return module.fa2_lists, module.fa2_fronts

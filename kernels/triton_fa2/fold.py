@@ -127,14 +127,32 @@ def without_factor(builder: ProgramBuilder, node: int) -> int:
 
 
 def score_scale(program: ScoreProgram, root: int) -> float | None:
-    """c > 0 where the value is exactly ``c * score``: the row maximum may then be taken before scaling."""
-    node = program.nodes[root]
+    """c > 0 where the value is exactly ``c * score``, or that or -inf: the row maximum may then be taken before scaling."""
+    split = choice_of(program, root, -math.inf)
+    node = program.nodes[split[1] if split else root]
     if node.op == "score":
         return 1.0
     if node.op == "mul" and program.nodes[node.args[0]].op == "score" and program.nodes[node.args[1]].op == "const":
         value = float(program.nodes[node.args[1]].value)  # type: ignore[arg-type]
         return value if value > 0 else None
     return None
+
+
+def unscaled(builder: ProgramBuilder, node: int) -> int:
+    """Of a value that ``score_scale`` has a factor for, that without the factor."""
+    n = builder.nodes[node]
+    if n.op == "where":
+        return builder.emit("where", n.args[0], *(unscaled(builder, a) for a in n.args[1:]))
+    return n.args[0] if n.op == "mul" else node
+
+
+def choice_of(program: ScoreProgram, root: int, constant: float) -> tuple[int, int, bool] | None:
+    """(condition, value, whether the constant stands where the condition holds) of a choice between a value and a constant."""
+    node = program.nodes[root]
+    if node.op != "where":
+        return None
+    is_constant = [program.nodes[a].op == "const" and program.nodes[a].value == constant for a in node.args[1:]]
+    return (node.args[0], node.args[1 + is_constant[0]], is_constant[0]) if is_constant in ([True, False], [False, True]) else None
 
 
 def reads(program: ScoreProgram | None) -> set[int]:

@@ -14,119 +14,6 @@ from fa_inductor.program.evaluate import load_axes
 from fa_inductor.program.ir import Node
 from fa_inductor.program.tile_map import EXACT, MARGIN
 
-RULES = f"""
-@triton.jit
-def fa2_known(low, high, limit):
-    # bounds that are no numbers, or beyond what is exact, are not known
-    none = tl.full([], float("inf"), tl.float64)
-    low = tl.where((low != low) | (low < -limit) | (low > limit), -none, low)
-    high = tl.where((high != high) | (high > limit) | (high < -limit), none, high)
-    return low, high
-
-
-@triton.jit
-def fa2_anything(low, high):
-    return (low == float("-inf")) & (high == float("inf"))
-
-
-@triton.jit
-def fa2_whole_number(low, high, anything):
-    none = tl.full([], float("inf"), tl.float64)
-    return fa2_known(tl.where(anything, -none, low), tl.where(anything, none, high), tl.full([], {EXACT!r}, tl.float64))
-
-
-@triton.jit
-def fa2_rounded(low, high, anything, MARGIN: tl.constexpr):
-    none = tl.full([], float("inf"), tl.float64)
-    low = tl.where(anything, -none, low)
-    high = tl.where(anything, none, high)
-    if MARGIN > 0:
-        low = low - tl.abs(low) * MARGIN
-        high = high + tl.abs(high) * MARGIN
-    return fa2_known(low.to(tl.float32).to(tl.float64), high.to(tl.float32).to(tl.float64), none)
-
-
-@triton.jit
-def fa2_add(al, au, bl, bu):
-    return al + bl, au + bu
-
-
-@triton.jit
-def fa2_sub(al, au, bl, bu):
-    return al - bu, au - bl
-
-
-@triton.jit
-def fa2_neg(al, au):
-    return -au, -al
-
-
-@triton.jit
-def fa2_min(al, au, bl, bu):
-    return tl.minimum(al, bl), tl.minimum(au, bu)
-
-
-@triton.jit
-def fa2_max(al, au, bl, bu):
-    return tl.maximum(al, bl), tl.maximum(au, bu)
-
-
-@triton.jit
-def fa2_abs(al, au):
-    low = tl.minimum(tl.abs(al), tl.abs(au))
-    return tl.where((al <= 0) & (au >= 0), low * 0, low), tl.maximum(tl.abs(al), tl.abs(au))
-
-
-@triton.jit
-def fa2_ends(w, x, y, z, known):
-    # a function that is monotone in each argument has its extremes at the ends; 0 times infinity is not among them
-    none = tl.full([], float("inf"), tl.float64)
-    low = tl.minimum(tl.minimum(w, x), tl.minimum(y, z))
-    high = tl.maximum(tl.maximum(w, x), tl.maximum(y, z))
-    return tl.where(known, low, -none), tl.where(known, high, none)
-
-
-@triton.jit
-def fa2_finite(al, au, bl, bu):
-    none = tl.full([], float("inf"), tl.float64)
-    return (tl.abs(al) < none) & (tl.abs(au) < none) & (tl.abs(bl) < none) & (tl.abs(bu) < none)
-
-
-@triton.jit
-def fa2_mul(al, au, bl, bu):
-    return fa2_ends(al * bl, al * bu, au * bl, au * bu, fa2_finite(al, au, bl, bu))
-
-
-@triton.jit
-def fa2_div(al, au, bl, bu):
-    return fa2_ends(al / bl, al / bu, au / bl, au / bu, fa2_finite(al, au, bl, bu) & (bl > 0))
-
-
-@triton.jit
-def fa2_floordiv(al, au, bl, bu):
-    low, high = fa2_div(al, au, bl, bu)
-    return tl.floor(low), tl.floor(high)
-
-
-@triton.jit
-def fa2_mod(al, au, bl, bu):
-    # of one positive number: within one period the rest grows as the number does
-    none = tl.full([], float("inf"), tl.float64)
-    one = (bl > 0) & (bl == bu)
-    first = tl.floor(al / bl)
-    last = tl.floor(au / bl)
-    low = tl.where(first == last, al - first * bl, 0.0)
-    high = tl.where(first == last, au - last * bl, bl - 1)
-    return tl.where(one, low, -none), tl.where(one, high, none)
-
-
-@triton.jit
-def fa2_where(m, a, xl, xu, yl, yu):
-    low = tl.where(a, xl, tl.where(m, tl.minimum(xl, yl), yl))
-    high = tl.where(a, xu, tl.where(m, tl.maximum(xu, yu), yu))
-    return low, high
-"""
-
 _ARITHMETIC = frozenset({"add", "sub", "neg", "min", "max", "mul", "div", "floordiv", "mod", "abs"})
 _COMPARISONS = {
     "lt": ("{al} < {bu}", "{au} < {bl}"),
@@ -235,63 +122,94 @@ class IntervalRenderer:
 
     def _numbers(self, read: _Read, names: tuple[str, str]) -> None:
         x, kind = f"x{names[0][1:]}", self._kind(read)
+        greatest, least = (f'tl.where({read.inside}, {e}, float("{sign}inf"))' if read.inside else e for e, sign in zip(_ends(x, kind), ("-", ""), strict=True))
         self.lines += [f"{x} = {read.text}.to({kind}) + {_ZEROS}"]
-        ends = [f'tl.where({read.inside}, {x}, float("{sign}inf"))' if read.inside else x for sign in ("", "-")]
-        bad = _over_tile("max", f"({x} != {x}).to(tl.int8)")
-        self._bounds(names, _over_tile("min", ends[0]), _over_tile("max", ends[1]), bad, kind)
+        self.lines += [f"{names[0]} = {_over_tile('min', least)}.to(tl.float64)", f"{names[1]} = {_over_tile('max', greatest)}.to(tl.float64)"]
+        self._known(names, kind)
 
     def _kind(self, read: _Read) -> str:
         return "tl.float32" if self.program.captures[read.capture].dtype in ("float32", "float16", "bfloat16") else "tl.float64"
 
-    def _bounds(self, names: tuple[str, str], least: str, greatest: str, bad: str, kind: str) -> None:
-        low, high = names
-        self.lines += [f"{low} = ({least}).to(tl.float64)", f"{high} = ({greatest}).to(tl.float64)"]
-        if kind == "tl.float32":
-            self.lines += [f"bad = ({bad}) > 0", f'{low} = tl.where(bad, float("-inf"), {low})', f'{high} = tl.where(bad, float("inf"), {high})']
+    def _known(self, names: tuple[str, str], kind: str) -> None:
         limit = 'float("inf")' if kind == "tl.float32" else repr(EXACT)
-        self.lines.append(f"{low}, {high} = fa2_known({low}, {high}, tl.full([], {limit}, tl.float64))")
+        self._assign(names, f"fa2_known({', '.join(names)}, tl.full([], {limit}, tl.float64))")
 
     def _dense(self, read: _Read, conditions: bool, names: tuple[str, str]) -> None:
-        """One element for each score: a few rows at a time, so that many programs are resident and much is in flight."""
+        """One element for each score. Away from the edges, where keys are neighbours, each row of a chunk is one run without a mask, reduced as it lies."""
+        quick = self._words(read, names) if conditions else self._runs(read, names)
+        slow = self._slabs(read, conditions, names)
+        self.lines += slow if read.axes[-1] != "k" else [*quick, "else:", *("    " + line for line in slow)]
+        if not conditions:
+            self._known(names, self._kind(read))
+
+    def _slabs(self, read: _Read, conditions: bool, names: tuple[str, str]) -> list[str]:
+        """Any strides, any edge: a few rows at a time, so that many programs are resident and much is in flight."""
         x, (low, high), kind = f"x{names[0][1:]}", names, "tl.int8" if conditions else self._kind(read)
-        ends = ("0", "1") if conditions else ('float("-inf")', 'float("inf")')
+        worst = ("0", "1") if conditions else ('float("-inf")', 'float("inf")')
         value = f"({read.text} != 0).to(tl.int8)" if conditions else f"{read.text}.to({kind})"
-        lines = [
-            f"{x}_max = tl.full([ROWS, {chunk(self.program)}, TILE_K], {ends[0]}, {kind})",
-            f"{x}_min = tl.full([ROWS, {chunk(self.program)}, TILE_K], {ends[1]}, {kind})",
-            *([] if conditions else [f"{x}_bad = tl.zeros([ROWS, {chunk(self.program)}, TILE_K], tl.int8)"]),
+        greatest, least = _ends(x, kind)
+        reduced = [_over_tile("max", f"{x}_max"), _over_tile("min", f"{x}_min")]
+        return [
+            f"{x}_max = tl.full([ROWS, {chunk(self.program)}, TILE_K], {worst[0]}, {kind})",
+            f"{x}_min = tl.full([ROWS, {chunk(self.program)}, TILE_K], {worst[1]}, {kind})",
             "for r in tl.range(0, TILE_Q, ROWS):",
             "    row_at = (q0 + r + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]",
             "    row_in = row_at < Lq",
             f"    {x} = {value}",
-            f"    {x}_max = tl.maximum({x}_max, {x if conditions else f'tl.where({read.inside}, {x}, {ends[0]})'})",
-            f"    {x}_min = tl.minimum({x}_min, tl.where({read.inside}, {x}, {ends[1]}))",
-            *([] if conditions else [f"    {x}_bad = tl.maximum({x}_bad, ({x} != {x}).to(tl.int8))"]),
+            f"    {x}_max = tl.maximum({x}_max, {x if conditions else f'tl.where({read.inside}, {greatest}, {worst[0]})'})",
+            f"    {x}_min = tl.minimum({x}_min, tl.where({read.inside}, {least}, {worst[1]}))",
+            *(
+                [f"{low} = {reduced[0]} > 0", f"{high} = {reduced[1]} > 0"]
+                if conditions
+                else [f"{low} = {reduced[1]}.to(tl.float64)", f"{high} = {reduced[0]}.to(tl.float64)"]
+            ),
         ]
-        if not conditions:
-            self.lines += lines
-            self._bounds(names, _over_tile("min", f"{x}_min"), _over_tile("max", f"{x}_max"), _over_tile("max", f"{x}_bad"), kind)
-            return
-        lines += [f"{low} = {_over_tile('max', f'{x}_max')} > 0", f"{high} = {_over_tile('min', f'{x}_min')} > 0"]
-        self.lines += lines if read.axes[-1] != "k" else [*self._packed(read, names), "else:", *("    " + line for line in lines)]
 
-    def _packed(self, read: _Read, names: tuple[str, str]) -> list[str]:
-        """Four conditions to a word, away from the edges and where rows begin at words: a byte at a time would take longer than to read them."""
-        (may, every), w, terms = names, f"w{names[0][1:]}", _Read(read.capture, read.axes, "rows").terms
-        row = " + ".join([f"C{read.capture}", *terms[:-1]])
-        steps = [f"({t if '_at' not in t else t.split(' * ')[1]}) % 4 == 0" for t in terms[:-1]]
-        aligned = " & ".join(f"({x})" for x in (f"C{read.capture}.to(tl.int64) % 4 == 0", f"C{read.capture}_s{len(terms) - 1} == 1", *steps, "inner"))
+    def _words(self, read: _Read, names: tuple[str, str]) -> list[str]:
+        """Four conditions to a word, where rows begin at words: a byte at a time would take longer than to read them. True is 1, and 0x01010101 four times."""
+        (may, every), w, run, keys = names, f"w{names[0][1:]}", _Read(read.capture, read.axes, "run"), f"{chunk(self.program)} * TILE_K"
+        steps = [f"({t if '_at' not in t else t.split(' * ')[1]}) % 4 == 0" for t in run.terms[:-1]]
+        aligned = " & ".join(f"({x})" for x in (f"C{read.capture}.to(tl.int64) % 4 == 0", *steps, self._neighbours(run)))
+        pointer = f"({run.first}).to(tl.pointer_type(tl.uint32), bitcast=True)"
         return [
             f"if {aligned}:",
-            f"    {w} = tl.load(({row}).to(tl.pointer_type(tl.int32), bitcast=True) + word_at)",
-            f"    {may} = {_over_tile('max', f'({w} != 0).to(tl.int32)')} > 0",
-            f"    {every} = {_over_tile('max', f'({w} != 0x01010101).to(tl.int32)')} == 0",
+            "    run_at = (q0 + tl.arange(0, TILE_Q)).to(tl.int64)[:, None]",
+            f"    {w} = tl.load({pointer} + (pid % chunks * ({keys} // 4) + tl.arange(0, {keys} // 4))[None, :])",
+            f"    {w}_max = {self._over_run('max', f'tl.max({w}, 0)', 'TILE_K // 4')}",
+            f"    {w}_min = {self._over_run('min', f'tl.min({w}, 0)', 'TILE_K // 4')}",
+            f"    {may} = {w}_max != 0",
+            f"    {every} = ({w}_min == 0x01010101) & ({w}_max == 0x01010101)",
         ]
+
+    def _runs(self, read: _Read, names: tuple[str, str]) -> list[str]:
+        (low, high), x, kind = names, f"y{names[0][1:]}", self._kind(read)
+        keys, run = f"{chunk(self.program)} * TILE_K", _Read(read.capture, read.axes, "run")
+        greatest, least = _ends(x, kind)
+        return [
+            f"if {self._neighbours(run)}:",
+            f'    {x}_max = tl.full([RUNS, {keys}], float("-inf"), {kind})',
+            f'    {x}_min = tl.full([RUNS, {keys}], float("inf"), {kind})',
+            "    for r in tl.range(0, TILE_Q, RUNS):",
+            "        run_at = (q0 + r + tl.arange(0, RUNS)).to(tl.int64)[:, None]",
+            f"        {x} = tl.load({run.first} + (pid % chunks * ({keys}) + tl.arange(0, {keys}))[None, :]).to({kind})",
+            f"        {x}_max = tl.maximum({x}_max, {greatest})",
+            f"        {x}_min = tl.minimum({x}_min, {least})",
+            f"    {low} = {self._over_run('min', f'tl.min({x}_min, 0)', 'TILE_K')}.to(tl.float64)",
+            f"    {high} = {self._over_run('max', f'tl.max({x}_max, 0)', 'TILE_K')}.to(tl.float64)",
+        ]
+
+    def _neighbours(self, run: _Read) -> str:
+        return f"inner & (C{run.capture}_s{len(run.axes) - 1} == 1)"
+
+    def _over_run(self, how: str, value: str, each: str) -> str:
+        """(elements of a chunk) -> key tiles."""
+        return f"tl.{how}(tl.reshape({value}, [{chunk(self.program)}, {each}]), 1)"
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A capture that is read at positions; ``row``: the name of the queries in the text: ``q`` along a tile's last dimension, others along its first."""
+    """A capture that is read at positions. ``row``, the name of the queries in the text: ``q`` along the last of three dimensions, ``row`` along the first,
+    ``run`` along the first of two."""
 
     capture: int
     axes: tuple[str | int, ...]
@@ -301,6 +219,11 @@ class _Read:
     def terms(self) -> list[str]:
         place = {"b": "b.to(tl.int64)", "h": "h.to(tl.int64)", "q": f"{self.row}_at", "k": "k_at"}
         return [f"{place[a] if isinstance(a, str) else f'tl.full([], {a}, tl.int64)'} * C{self.capture}_s{d}" for d, a in enumerate(self.axes)]
+
+    @property
+    def first(self) -> str:
+        """Where the keys of each query begin, of a tensor whose last dimension they are."""
+        return " + ".join([f"C{self.capture}", *self.terms[:-1]])
 
     @property
     def inside(self) -> str:
@@ -319,6 +242,11 @@ _ZEROS = "tl.zeros([1, 1, 1], tl.int8)"
 def _over_tile(how: str, value: str) -> str:
     """(queries, key tiles, keys) -> key tiles."""
     return f"tl.{how}(tl.{how}({value}, 0), 1)"
+
+
+def _ends(x: str, kind: str) -> tuple[str, str]:
+    """What counts as the greatest and as the least of numbers: NaN is both, since nothing is then known."""
+    return (f'tl.where({x} != {x}, float("inf"), {x})', f'tl.where({x} != {x}, float("-inf"), {x})') if kind == "tl.float32" else (x, x)
 
 
 def _anything(args: list[tuple[str, str]]) -> str:

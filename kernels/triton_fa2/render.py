@@ -14,9 +14,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 from fa_inductor.program import ScoreProgram
-from fa_inductor.program.ir import Node
+from fa_inductor.program.ir import COMPARISONS, Node
 
-from .fold import LOG2E, depends
+from .choices import PREFIX
+from .fold import LOG2E, choice_of, depends
 
 Interval = tuple[int, int]
 _LENGTH = 1 << 30
@@ -76,9 +77,14 @@ class Renderer:
             later, before the nodes that need them are asked for.
         loop: which of these change inside the loop.
         prefix: of variable names, unique in the kernel.
+        ragged: of an index that its name keeps below the length: the position itself, and the condition that it is inside. Vectors are read there, so
+            that their addresses are constants apart.
     """
 
-    def __init__(self, program: ScoreProgram, names: Mapping[str, str], loop: Iterable[str], prefix: str) -> None:
+    def __init__(
+        self, program: ScoreProgram, names: Mapping[str, str], loop: Iterable[str], prefix: str, ragged: Mapping[str, tuple[str, str]] | None = None
+    ) -> None:
+        self.ragged = dict(ragged or {})
         self.program, self.names, self.prefix = program, dict(names), prefix
         self.loop = frozenset(loop)
         self.lines: list[str] = []
@@ -93,14 +99,29 @@ class Renderer:
     def value(self, i: int) -> str:
         """The Triton expression (a variable or literal) of node ``i``."""
         if i not in self._placed:
-            for a in self.program.nodes[i].args:
-                self.value(a)
-            self._placed[i] = self._emit(i)
+            choice = self._choice(i)
+            if choice is None:
+                for a in self.program.nodes[i].args:
+                    self.value(a)
+            self._placed[i] = self._emit(i) if choice is None else self._assign(i, choice)
         return self._placed[i]
+
+    def within(self, i: int, inside: tuple[str, str], otherwise: float) -> str:
+        """A new variable: the value of float node ``i`` where the first position is less than the second, else a constant."""
+        split = choice_of(self.program, i, otherwise)
+        words, operands = [], []
+        if split is not None and i not in self._placed and self._compares(split[0]):
+            words, operands = self._condition(split[0])
+            words += ["not"] if split[2] else []
+            i = split[1]
+        shown = self.value(i)
+        name = f"{self.prefix}{i}_in"
+        self.lines.append(f"{name} = {_chosen([*words, 'lt', *(['and'] if words else [])], [shown, literal(otherwise), *operands, *inside])}")
+        return name
 
     def _emit(self, i: int) -> str:
         node = self.program.nodes[i]
-        self._wide[i] = node.type == "int" and (self._intervals[i][0] < _INT32[0] or self._intervals[i][1] > _INT32[1])
+        self._wide[i] = node.type == "int" and not _fits(self._intervals[i])
         if node.op == "const":
             return literal(node.value)
         if node.op in ("score", "grad"):
@@ -113,21 +134,78 @@ class Renderer:
             return self._assign(i, f"tl.full([], 0, tl.int32) + Z{node.value}")  # a tensor even where the size arrives as a constant
         return self._assign(i, self._load(node) if node.op == "load" else self._expression(i, node))
 
-    def _assign(self, i: int, expression: str) -> str:
-        name = f"{self.prefix}{i}"
+    def _assign(self, i: int, expression: str, suffix: str = "") -> str:
+        name = f"{self.prefix}{i}{suffix}"
         invariant = not self.depends[i] & (self.loop | {"score", "grad"})
-        (self.hoisted if invariant else self.lines).append(f"{name} = {expression}")
+        line, place = f"{name} = {expression}", self.hoisted if invariant else self.lines
+        if line not in place:  # what a choice compares may be named before
+            place.append(line)
         return name
 
+    # -- choices -------------------------------------------------------------------------------------------------------
+    def _choice(self, i: int) -> str | None:
+        """A choice between floats by a condition that differs within a tile, as a function of ``choices``."""
+        node = self.program.nodes[i]
+        if node.op != "where" or node.type != "float" or not self.depends[node.args[0]] & {"q", "k"} or not self._compares(node.args[0]):
+            return None
+        words, operands = self._condition(node.args[0])
+        return _chosen(words, [self.value(node.args[1]), self.value(node.args[2]), *operands])
+
+    def _compares(self, i: int) -> bool:
+        """The condition is made of comparisons of integers, and of captured conditions."""
+        node = self.program.nodes[i]
+        if node.op in ("and", "or", "not"):
+            return all(self._compares(a) for a in node.args)
+        return (node.op == "load" and node.type == "bool") or (node.op in COMPARISONS and all(self.program.nodes[a].type == "int" for a in node.args))
+
+    def _condition(self, i: int) -> tuple[list[str], list[str]]:
+        """The words of ``choices`` for a condition, and its operands."""
+        node = self.program.nodes[i]
+        if node.op in ("and", "or", "not"):
+            parts = [self._condition(a) for a in node.args]
+            return [w for words, _ in parts for w in words] + [node.op], [o for _, operands in parts for o in operands]
+        if node.op == "load":
+            for a in node.args:
+                self.value(a)
+            return ["on"], [self._assign(i, self._load(node, as_number=True), "n")]
+        sides, narrow = self._sides(node)
+        return [node.op if narrow else f"{node.op}64"], sides
+
+    def _sides(self, node: Node) -> tuple[list[str], bool]:
+        """The two numbers of a comparison, and whether 32 bits hold them.
+
+        Of x - y <= c, with c the same for all: x and y + c, which is computed once.
+        """
+        left, right = node.args
+        nodes, bounds = self.program.nodes, self._intervals
+        if nodes[left].op == "sub" and not self.depends[right] & {"q", "k"}:
+            x, y = nodes[left].args
+            moved = (bounds[y][0] + bounds[right][0], bounds[y][1] + bounds[right][1])
+            if all(map(_fits, (moved, *(bounds[n] for n in (left, right, x, y))))):
+                for n in (x, y, right):
+                    self.value(n)
+                by_nothing = nodes[right].op == "const" and nodes[right].value == 0
+                return [self._placed[x], self._placed[y] if by_nothing else self._assign(y, f"{self._tensor(y)} + {self._placed[right]}", f"_{right}")], True
+        for a in node.args:
+            self.value(a)
+        return [self._placed[a] for a in node.args], _fits(bounds[left]) and _fits(bounds[right])
+
     # -- loads ---------------------------------------------------------------------------------------------------------
-    def _load(self, node: Node) -> str:
+    def _load(self, node: Node, as_number: bool = False) -> str:
         capture = int(node.value)  # type: ignore[arg-type]
         dtype = self.program.captures[capture].dtype
         order = sorted(range(len(node.args)), key=lambda d: (("k" in self.depends[node.args[d]]), "q" in self.depends[node.args[d]]))
-        pointer = f"C{capture}"
+        pointer, inside = f"C{capture}", []
+        ragged = self.ragged if sum(bool(self.depends[a] & {"q", "k"}) for a in node.args) == 1 else {}
         for d in order:  # scalars first, then rows, then columns: one addition per element is left
-            pointer += f" + {self.address(node.args[d], f'C{capture}_n{d}')} * C{capture}_s{d}"
-        loaded = f"tl.load({pointer})"
+            index = self.program.nodes[node.args[d]]
+            position, condition = ragged.get(str(index.value), ("", "")) if index.op == "index" else ("", "")
+            inside += [condition] if condition else []
+            pointer += f" + {f'({position}).to(tl.int64)' if position else self.address(node.args[d], f'C{capture}_n{d}')} * C{capture}_s{d}"
+        mask = f", mask={' & '.join(inside)}, other=0" if inside else ""
+        if as_number:
+            return f"tl.load(({pointer}).to(tl.pointer_type(tl.int8), bitcast=True){mask}).to(tl.int32)"
+        loaded = f"tl.load({pointer}{mask})"
         if dtype in ("float16", "bfloat16"):
             return f"{loaded}.to(tl.float32)"
         return f"{loaded}.to(tl.int32)" if dtype in ("int8", "uint8", "int16") else f"({loaded} != 0)" if dtype == "bool" else loaded
@@ -176,6 +254,14 @@ class Renderer:
         # Triton truncates; PyTorch rounds down
         rest = f"(({x} % {y} != 0) & (({x} < 0) != ({y} < 0)))"
         return f"{x} // {y} - {rest}.to(tl.int32)" if node.op == "floordiv" else f"{x} % {y} + {rest}.to(tl.int32) * {y}"
+
+
+def _fits(interval: Interval) -> bool:
+    return _INT32[0] <= interval[0] and interval[1] <= _INT32[1]
+
+
+def _chosen(words: list[str], arguments: list[str]) -> str:
+    return f"{PREFIX}{'_'.join(words)}({', '.join(arguments)})"
 
 
 def _minimum(function: str) -> Callable[[Renderer, Node, list[str]], str]:

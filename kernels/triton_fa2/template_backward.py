@@ -10,6 +10,7 @@ The columns kernel works on transposed scores, so that P^T and dS^T are already 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,6 +41,8 @@ from .text import (
 from .traits import Flavour, LoadGradient, Traits
 
 CONSTANTS = ("BLOCK_M", "BLOCK_N")
+ROW_PAD = 128
+"""Statistics of rows are stored for multiples of so many queries in each head: no tile is larger."""
 
 
 @dataclass(frozen=True)
@@ -56,25 +59,42 @@ class Wanted:
 
 def common_parameters(traits: Traits, outputs: Iterable[str], partials: Iterable[LoadGradient], walks: bool = False) -> list[str]:
     """``walks``: the kernel follows a list of tiles, where there are lists."""
-    names = [*strided(("Q", "K", "V", "DO")), "LSE", "DELTA", *strided(tuple(outputs)), *(f"G{i}" for i, _ in enumerate(partials))]
-    names += ["LSE_LOW"] if traits.split_lse else []
+    names = [*strided(("Q", "K", "V", "DO")), *statistics(traits), *strided(tuple(outputs)), *(f"G{i}" for i, _ in enumerate(partials))]
     names += ["FLAG"] if traits.flag_below is not None else []
     names += ["WALK"] if walks and traits.lists else []
-    return [*names, *random_parameters(traits), *capture_parameters(traits), *(f"Z{i}" for i in traits.sizes), "H", "Lq", "Lk"]
+    return [*names, *program_parameters(traits)]
 
 
-# -- delta ---------------------------------------------------------------------------------------------------------------
-def delta_parameters(traits: Traits) -> list[str]:
-    return [*strided(("O", "DO")), "DELTA", *(["LSE", "FLAG"] if traits.flag_below is not None else []), "H", "Lq"]
+def program_parameters(traits: Traits) -> list[str]:
+    """What the score program reads."""
+    return [*random_parameters(traits), *capture_parameters(traits), *(f"Z{i}" for i in traits.sizes), "H", "Lq", "Lk"]
 
 
-def delta_source(traits: Traits) -> str:
-    """``fa2_delta``: delta of every row; where hidden tiles may matter, a flag per head that has such a row."""
+# -- statistics of rows --------------------------------------------------------------------------------------------------
+_PADDED = f"((Lq + {ROW_PAD - 1}) // {ROW_PAD} * {ROW_PAD})"
+
+
+def statistics(traits: Traits) -> list[str]:
+    """What ``fa2_delta`` writes for each row, in the form that the other kernels use, with room behind each head for whole tiles: they need no mask."""
+    return ["DELTA", "ROW_LSE", *(["ROW_LOW"] if traits.split_lse and not traits.stored_base2 else [])]
+
+
+def delta_parameters(traits: Traits, lse_gradient: bool) -> list[str]:
+    names = [*strided(("O", "DO")), *statistics(traits), "LSE", *(["LSE_LOW"] if traits.split_lse else []), *(["DLSE"] if lse_gradient else [])]
+    return [*names, *(["FLAG"] if traits.flag_below is not None else []), "H", "Lq"]
+
+
+def delta_source(traits: Traits, lse_gradient: bool) -> str:
+    """``fa2_delta``: delta of every row and its lse; where hidden tiles may matter, a flag per head that has such a row.
+
+    ``lse_gradient``: the lse has a gradient too, which adds P dlse to dS = P (dP - delta). Rows past the end get lse = inf, so that P = 0.
+    """
     _, dv_in = padded(traits)
     load = "tl.load({pointer}, mask={mask}, other=0.0).to(tl.float32)"
     mask = " & ".join(["q_in[:, None]", *([dv_in] if dv_in else [])])
+    infinite = 'float("inf")'
     body = [
-        "tiles_m = (Lq + BLOCK_M - 1) // BLOCK_M",
+        f"tiles_m = {_PADDED} // BLOCK_M",
         *head_indices("tiles_m", "m_id", "H", reverse=False),
         "q_rows = m_id * BLOCK_M + tl.arange(0, BLOCK_M)",
         "q_in = q_rows < Lq",
@@ -84,17 +104,44 @@ def delta_source(traits: Traits) -> str:
         f"o_t = {load.format(pointer=tile_pointer('o_base', 'O', 'q_rows', 'dv_local'), mask=mask)}",
         f"do_t = {load.format(pointer=tile_pointer('do_base', 'DO', 'q_rows', 'dv_local'), mask=mask)}",
         "row = bh.to(tl.int64) * Lq + q_rows",
-        "tl.store(DELTA + row, tl.sum(o_t * do_t, 1), mask=q_in)",
+        _STORED_ROW,
+        "delta = tl.sum(o_t * do_t, 1)",
+        *(["delta -= tl.load(DLSE + row, mask=q_in, other=0.0)"] if lse_gradient else []),
+        "tl.store(DELTA + stored_row, delta)",
+        f"lse = tl.load(LSE + row, mask=q_in, other={infinite})",
+        f"stored = {f'tl.where(lse == float({chr(34)}-inf{chr(34)}), {infinite}, lse)' if traits.zero_rows else 'lse'}",
+        *(["low = tl.load(LSE_LOW + row, mask=q_in, other=0.0)"] if traits.split_lse else []),
     ]
+    if traits.stored_base2:
+        body += [f"stored = stored * {LOG2E!r}" + (f" + low * {LOG2E!r}" if traits.split_lse else "")]
+    elif traits.split_lse:
+        body += ["tl.store(ROW_LOW + stored_row, low)"]
+    body += ["tl.store(ROW_LSE + stored_row, stored)"]
     least = traits.flag_below
     if least is not None:
         body += [
-            'lse = tl.load(LSE + row, mask=q_in, other=float("inf"))',
             # a row of NaN too reaches all keys
             f"low_rows = tl.max(tl.where(lse {'==' if least == float('-inf') else '>='} {literal(least)}, {'1, 0' if least == float('-inf') else '0, 1'}), 0)",
             "tl.store(FLAG + bh, 1, mask=low_rows > 0)  # every writer writes the same value",
         ]
-    return kernel("fa2_delta", delta_parameters(traits), ("BLOCK_M",), ("H", "Lq"), body)
+    return kernel("fa2_delta", delta_parameters(traits, lse_gradient), ("BLOCK_M",), ("H", "Lq"), body)
+
+
+_STORED_ROW = f"stored_row = bh.to(tl.int64) * {_PADDED} + q_rows"
+
+
+def row_statistics(traits: Traits, flavours: Iterable[Flavour]) -> list[str]:
+    """Load delta and lse of the query rows: in base 2 where all flavours use that."""
+    lines = [_STORED_ROW, f"{'lse2' if traits.stored_base2 else 'lse'} = tl.load(ROW_LSE + stored_row)", "delta = tl.load(DELTA + stored_row)"]
+    if traits.stored_base2:
+        return lines
+    lines += ["low = tl.load(ROW_LOW + stored_row)"] if traits.split_lse else []
+    return [*lines, *in_base2(traits, flavours)]
+
+
+def in_base2(traits: Traits, flavours: Iterable[Flavour]) -> list[str]:
+    needed = any(f.folded or f.scale is not None for f in flavours)
+    return [f"lse2 = lse * {LOG2E!r}" + (f" + low * {LOG2E!r}" if traits.split_lse else "")] if needed else []
 
 
 # -- one tile ------------------------------------------------------------------------------------------------------------
@@ -112,15 +159,15 @@ def gradient_tile(
     dot = (lambda q, k: f"tl.dot({q}, tl.trans({k}){precision})") if rows else (lambda q, k: f"tl.dot({k}, tl.trans({q}){precision})")
     name = flavour.name[0]
     names = {"score": "s", "grad": "ds", "keep": keep_scores(traits, not rows), "b": "b", "h": "h", "q": "q_idx", "k": "k_idx"}
-    renderer = Renderer(flavour.program, names, (loop,), name)
-    y = renderer.value(flavour.program.results[0]) if flavour.scale is None else "s"
+    axis, along = ("k", along_k) if rows else ("q", along_q)
+    ragged = {axis: (f"{axis}_rows{along}", f"{axis}_in{along}")} if flavour.edge else {}
+    renderer = Renderer(flavour.program, names, (loop,), name, ragged)
+    root = flavour.program.results[0]
+    y = renderer.within(root, (f"k_rows{along_k}", "Lk"), -math.inf) if flavour.edge else renderer.value(root)
     lines = [f"s = {dot('q_t', 'k_t')}", *renderer.lines]
     renderer.lines.clear()
-    if flavour.scale is None and "score" not in flavour.program.depends_on(flavour.program.results[0]):
+    if "score" not in flavour.program.depends_on(root):
         lines += [f"y = {y} + tl.zeros({shape}, tl.float32)"]
-        y = "y"
-    if flavour.edge:
-        lines += [f'y = tl.where(k_in{along_k}, {y}, float("-inf"))']
         y = "y"
     lines += [_probabilities(traits, flavour, y, along_q)]
     if own_delta and traits.precision:
@@ -140,12 +187,9 @@ def gradient_tile(
         lines += [f"dp = {dot('do_t', 'v_t')}", *(["dp = dp * w"] if weight else [])]
         lines += [f"delta = tl.sum(p * dp, {1 if rows else 0})"] if own_delta else []
         lines += [f"ds = p * (dp - delta{along_q})"]
-        results = [renderer.value(flavour.program.results[i]) for i in values]
+        inside = (f"k_rows{along_k}", "Lk") if rows else (f"q_rows{along_q}", "Lq")
+        results = [(renderer.within(n, inside, 0.0) if flavour.edge else renderer.value(n)) for n in (flavour.program.results[i] for i in values)]
         lines += renderer.lines
-        if flavour.edge:
-            guard = f"k_in{along_k}" if rows else f"q_in{along_q}"
-            lines += [f"r{i} = tl.where({guard}, {r}, 0.0)" for i, r in enumerate(results)]
-            results = [f"r{i}" for i, _ in enumerate(results)]
     hoisted += [*renderer.hoisted, *post_hoisted]
     return lines, results
 
@@ -156,23 +200,6 @@ def _probabilities(traits: Traits, flavour: Flavour, y: str, along_q: str) -> st
         return f"p = tl.exp2({exponent} - lse2{along_q})"
     low = f" - low{along_q}" if traits.split_lse else ""
     return f"p = tl.exp2(({y} - lse{along_q}{low}) * {LOG2E!r})"
-
-
-def row_statistics(traits: Traits, row: str, condition: str | None, flavours: Iterable[Flavour], own_delta: bool = False) -> list[str]:
-    """Load lse and (unless the kernel computes it) delta of the query rows; rows past the end get lse = inf, so that P = 0."""
-
-    def load(tensor: str, other: str) -> str:
-        return f"tl.load({tensor} + {row}, mask={condition}, other={other})" if condition else f"tl.load({tensor} + {row})"
-
-    flavours = tuple(flavours)
-    lines = [f"lse = {load('LSE', 'float(' + chr(34) + 'inf' + chr(34) + ')')}"]
-    if traits.zero_rows:
-        lines += ['lse = tl.where(lse == float("-inf"), float("inf"), lse)']
-    if traits.split_lse:
-        lines += [f"low = {load('LSE_LOW', '0.0')}"]
-    if any(f.folded or f.scale is not None for f in flavours):
-        lines += [f"lse2 = lse * {LOG2E!r}" + (f" + low * {LOG2E!r}" if traits.split_lse else "")]
-    return lines if own_delta else [*lines, f"delta = {load('DELTA', '0.0')}"]
 
 
 def _flagged(traits: Traits, tiles: str, kernel: str) -> list[str]:
@@ -227,7 +254,7 @@ def rows_source(traits: Traits, want: Wanted, partials: tuple[LoadGradient, ...]
         f"q_t = {masked(tile_pointer('q_base', 'Q', 'q_rows', 'd_local'), 'q_in[:, None]', d_in)}",
         f"do_t = {masked(tile_pointer('do_base', 'DO', 'q_rows', 'dv_local'), 'q_in[:, None]', dv_in)}",
         "row = bh.to(tl.int64) * Lq + q_rows",
-        *row_statistics(traits, "row", "q_in", flavours),
+        *row_statistics(traits, flavours),
         *tile_range(True, traits, "rows", key_scan(traits)),
         *_flagged(traits, "tiles_n", "rows"),
         *hoisted,
@@ -366,7 +393,7 @@ def _columns_tile(traits: Traits, flavour: Flavour, want: Wanted, sums: list[tup
         f"q_idx = {'tl.minimum(q_rows, Lq - 1)' if flavour.edge else 'q_rows'}[None, :]",
         f"q_t = {masked('q_base + (zero + m0) * Q_s2 + q_off', condition, d_in)}",
         f"do_t = {masked('do_base + (zero + m0) * DO_s2 + do_off', condition, dv_in)}",
-        *row_statistics(traits, "bh.to(tl.int64) * Lq + q_rows", "q_in" if flavour.edge else None, (flavour,)),
+        *row_statistics(traits, (flavour,)),
         *lines,
     ]
     if "v" in want.tensors:
@@ -401,7 +428,7 @@ def dense_source(traits: Traits, gradient: LoadGradient, table: bool = False) ->
         f"do_t = {masked('do_base + do_off', 'q_in[:, None]', dv_in)}",
         f"k_t = {masked('k_base + k_off', 'k_in[:, None]', d_in)}",
         f"v_t = {masked('v_base + v_off', 'k_in[:, None]', dv_in)}",
-        *row_statistics(traits, "bh.to(tl.int64) * Lq + q_rows", "q_in", (flavour,)),
+        *row_statistics(traits, (flavour,)),
         *hoisted,
         *lines,
         f"acc += {value}",

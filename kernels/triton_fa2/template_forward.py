@@ -9,6 +9,8 @@ that runs only if a row of the tile has seen nothing above the fill.
 
 from __future__ import annotations
 
+import math
+
 from .fold import LOG2E
 from .render import Renderer, literal
 from .text import (
@@ -101,8 +103,9 @@ def _tile(traits: Traits, flavour: Flavour, hoisted: list[str]) -> list[str]:
     rows = "k_in[:, None]" if flavour.edge else None
     precision = traits.precision
     names = {"score": "s", "keep": keep_scores(traits, False), "b": "b", "h": "h", "q": "q_idx", "k": "k_idx"}
-    renderer = Renderer(flavour.program, names, ("k",), flavour.name[0])
-    y = renderer.value(flavour.program.result) if flavour.scale is None else "s"
+    ragged = {"k": ("k_rows[None, :]", "k_in[None, :]")} if flavour.edge else {}
+    renderer = Renderer(flavour.program, names, ("k",), flavour.name[0], ragged)
+    y = renderer.within(flavour.program.result, ("k_rows[None, :]", "Lk"), -math.inf) if flavour.edge else renderer.value(flavour.program.result)
     post_hoisted, post_lines, factor = post_factor(traits, "k", f"p{flavour.name[0]}")
     hoisted += [*renderer.hoisted, *post_hoisted]
     lines = ["n0 = t * BLOCK_N", "k_rows = n0 + n_local"]
@@ -114,13 +117,10 @@ def _tile(traits: Traits, flavour: Flavour, hoisted: list[str]) -> list[str]:
     at = len(lines)
     lines += [
         f"s = tl.dot(q_t, tl.trans(k_t){precision})",
-        *(renderer.lines if flavour.scale is None else []),
+        *renderer.lines,
     ]
-    if flavour.scale is None and "score" not in flavour.program.depends_on(flavour.program.result):
+    if "score" not in flavour.program.depends_on(flavour.program.result):
         lines += [f"y = {y} + tl.zeros([BLOCK_M, BLOCK_N], tl.float32)"]
-        y = "y"
-    if flavour.edge:
-        lines += [f'y = tl.where(k_in[None, :], {y}, float("-inf"))']
         y = "y"
     single = traits.single("fwd")
     lines += [*_softmax(traits, flavour, y), "l = tl.sum(p, 1)" if single else "l = l * alpha + tl.sum(p, 1)"]

@@ -10,9 +10,9 @@ program walks over the (b, h) that share an entry of the captured tensor whose g
 from __future__ import annotations
 
 from .render import literal
-from .template_backward import CONSTANTS, Wanted, common_parameters, gradient_tile, kept_heads, reduced_heads, row_statistics, sum_place, tile_setup
+from .template_backward import CONSTANTS, Wanted, gradient_tile, in_base2, kept_heads, program_parameters, reduced_heads, sum_place, tile_setup
 from .text import base, kernel, masked, offsets, padded, strided, unspecialized
-from .traits import LoadGradient, Traits
+from .traits import Flavour, LoadGradient, Traits
 
 _STORE_SUM = "tl.store(place + q_rows[None, :] * Lk + k_rows[:, None], acc.to(G0.dtype.element_ty), mask=q_in[None, :] & k_in[:, None])"
 _TILES = (("Q", "q_rows", "d_local"), ("DO", "q_rows", "dv_local"), ("K", "k_rows", "d_local"), ("V", "k_rows", "dv_local"))
@@ -21,8 +21,8 @@ _TILES = (("Q", "q_rows", "d_local"), ("DO", "q_rows", "dv_local"), ("K", "k_row
 def whole_parameters(traits: Traits, want: Wanted, gradient: LoadGradient | None) -> list[str]:
     names = [*strided(("Q", "K", "V", "DO")), "LSE", *strided(tuple(f"D{t.upper()}" for t in sorted(want.tensors)))]
     names += ["G0"] if gradient is not None else []
-    shared = common_parameters(traits, (), ())
-    return [*names, *(p for p in shared[shared.index("DELTA") + 1 :] if p != "FLAG"), "B", "CHUNKS"]
+    names += ["LSE_LOW"] if traits.split_lse else []
+    return [*names, *program_parameters(traits), "B", "CHUNKS"]
 
 
 def whole_source(traits: Traits, want: Wanted, gradient: LoadGradient | None) -> str:
@@ -39,7 +39,7 @@ def whole_source(traits: Traits, want: Wanted, gradient: LoadGradient | None) ->
         "bh = b * H + h",
         *(base(f"{t.lower()}_base", t, "b", "h") for t, _, _ in _TILES),
         *loads,
-        *row_statistics(traits, "bh.to(tl.int64) * Lq + q_rows", "q_in", (flavour,), own_delta=True),
+        *_row_statistics(traits, flavour),
         *hoisted,
         *lines,
         *_products(traits, want, results),
@@ -64,6 +64,14 @@ def whole_source(traits: Traits, want: Wanted, gradient: LoadGradient | None) ->
         *([sum_place(gradient), _STORE_SUM] if gradient is not None else []),
     ]
     return kernel("fa2_backward_whole", whole_parameters(traits, want, gradient), CONSTANTS, [*unspecialized(traits), "B", "CHUNKS"], body)
+
+
+def _row_statistics(traits: Traits, flavour: Flavour) -> list[str]:
+    """lse of the rows; those past the end get inf, so that P = 0."""
+    lines = ["row = bh.to(tl.int64) * Lq + q_rows", 'lse = tl.load(LSE + row, mask=q_in, other=float("inf"))']
+    lines += ['lse = tl.where(lse == float("-inf"), float("inf"), lse)'] if traits.zero_rows else []
+    lines += ["low = tl.load(LSE_LOW + row, mask=q_in, other=0.0)"] if traits.split_lse else []
+    return [*lines, *in_base2(traits, (flavour,))]
 
 
 def _products(traits: Traits, want: Wanted, results: list[str]) -> list[str]:

@@ -158,30 +158,41 @@ def tile_range(rows: bool, traits: Traits, kernel: str, predicate: Sequence[str]
     ]
 
 
+BESIDE = 6
+"""Columns of a list beside its tiles: two numbers in front, four behind."""
+
 _MAPS = {"bh": "bh", "b": "b", "h": "h", "": "0"}
 """The number of the map of (b, h), by what the mask depends on."""
 
 
+def in_order(traits: Traits, rows: bool) -> list[str]:
+    """The program's own tile, where there are lists, and how its list begins: the tiles with most to visit come first."""
+    if not traits.lists:
+        return []
+    own, tiles, others = _sides(rows)
+    lines = [f"front = WALK + {_listed_row(traits, tiles, f'pid % {tiles}', others)} + {others} + 2", f"{own} = tl.load(front)"]
+    return [*lines, *(f"front_{name} = tl.load(front + {i})" for i, name in enumerate(("full", "seen", "tile"), 1))] if _one_list(traits, rows) else lines
+
+
 def _listed(traits: Traits, rows: bool) -> list[str]:
     """``walk``: this program's list of tiles, ``n_full`` full ones first, then the others of ``n_seen``."""
-    own, tiles, others = ("m_id", "tiles_m", "tiles_n") if rows else ("n_id", "tiles_n", "tiles_m")
-    return [
-        f"walk = WALK + {_listed_row(traits, tiles, own, others)}",
-        "n_full = tl.load(walk)",
-        "n_seen = tl.load(walk + 1)",
-        "walk += 2",
-        "t_next = tl.load(walk)",
-    ]
+    own, tiles, others = _sides(rows)
+    lines = [f"walk = WALK + {_listed_row(traits, tiles, own, others)} + 2"]
+    sources = [f"front_{name}" for name in ("full", "seen", "tile")] if _one_list(traits, rows) else ["tl.load(walk - 2)", "tl.load(walk - 1)", "tl.load(walk)"]
+    return [*lines, *(f"{name} = {source}" for name, source in zip(("n_full", "n_seen", "t_next"), sources, strict=True))]
 
 
-def in_order(traits: Traits, rows: bool) -> list[str]:
-    """The program's own tile, where there are lists: those with most to visit first."""
-    own, tiles, others = ("m_id", "tiles_m", "tiles_n") if rows else ("n_id", "tiles_n", "tiles_m")
-    return [f"{own} = tl.load(WALK + {_listed_row(traits, tiles, f'pid % {tiles}', others)} + {others} + 2)"] if traits.lists else []
+def _one_list(traits: Traits, rows: bool) -> bool:
+    """The heads that a program walks over, one or a group of them, have the same list."""
+    return rows or int(traits.plan.get("group")) == 1 or "h" not in letters(traits.conditions)
+
+
+def _sides(rows: bool) -> tuple[str, str, str]:
+    return ("m_id", "tiles_m", "tiles_n") if rows else ("n_id", "tiles_n", "tiles_m")
 
 
 def _listed_row(traits: Traits, tiles: str, own: str, others: str) -> str:
-    return f"({_MAPS[letters(traits.conditions)]} * {tiles} + {own}).to(tl.int64) * ({others} + 3)"
+    return f"({_MAPS[letters(traits.conditions)]} * {tiles} + {own}).to(tl.int64) * ({others} + {BESIDE})"
 
 
 def key_scan(traits: Traits) -> list[str]:

@@ -1,14 +1,13 @@
-"""Launches of ``fa2_map`` and ``fa2_lists``: which tiles each kernel of a plan walks over (see ``template_tiles``).
+"""Launches of ``fa2_map``, ``fa2_lists`` and ``fa2_fronts``: which tiles each kernel of a plan walks over (see ``template_tiles``).
 
 A list is an int32 matrix with one row for each tile of queries (of keys, for dK and dV) of each batch and head whose mask is its own:
-the number of full tiles, the number of visible ones, then the tiles of the other side, full ones first and empty ones last. The last column
-names the rows, those with most to visit first.
+the number of full tiles, the number of visible ones, then the tiles of the other side, full ones first and empty ones last. The last four
+columns are not of their row: they name the rows, those with most to visit first, each with its two numbers and its first tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,33 +16,17 @@ from torch import Tensor
 from fa_inductor.program import Node, ScoreProgram, from_text, to_text
 from fa_inductor.request import Inputs, Plan, Size, TileLists
 
-from .codegen import lists_kernel, map_kernel, order_kernel, traits_of
+from .codegen import lists_kernels, map_kernel, traits_of
 from .intervals import chunk, letters
 from .launch import launch, tensor_arguments, tiles
-from .template_tiles import sizes_of
+from .template_tiles import Walk, sizes_of
+from .text import BESIDE
 
 _CHUNK = 256
-ROWS = 4
-"""Of a tensor of a number for each score, read together: few, so that many programs are resident."""
+ROWS, RUNS = 4, 8
+"""Rows of a tensor of a number for each score that are read together: few, so that many programs are resident."""
 _NEWLINE = "\n"
 _PART = "#"
-
-
-@dataclass(frozen=True)
-class Walk:
-    """A list for tiles of ``own`` queries that are followed by tiles of ``listed`` keys; the other way round for ``columns``."""
-
-    own: int
-    listed: int
-    columns: bool
-
-    @property
-    def queries(self) -> int:
-        return self.listed if self.columns else self.own
-
-    @property
-    def keys(self) -> int:
-        return self.own if self.columns else self.listed
 
 
 def walk(plan: Plan, kernel: str) -> Walk:
@@ -78,7 +61,7 @@ def list_shapes(program: ScoreProgram, wanted: Sequence[Walk], shape: Sequence[S
     """Rows and columns of each list."""
     batch, heads, lq, lk = shape
     lengths = [(lk, lq) if w.columns else (lq, lk) for w in wanted]
-    return [(_maps(program, batch, heads) * tiles(own, w.own), tiles(listed, w.listed) + 3) for w, (own, listed) in zip(wanted, lengths, strict=True)]
+    return [(_maps(program, batch, heads) * tiles(own, w.own), tiles(listed, w.listed) + BESIDE) for w, (own, listed) in zip(wanted, lengths, strict=True)]
 
 
 def answer(text: str, captures: Sequence[Tensor], sizes: Sequence[Size], shape: Sequence[Size], device: torch.device) -> list[Tensor]:
@@ -103,23 +86,14 @@ def find_lists(
     program: ScoreProgram, wanted: Sequence[Walk], captures: Sequence[Tensor], sizes: Sequence[Size], shape: Sequence[Size], device: torch.device
 ) -> list[Tensor]:
     """One list for each walk; ``shape``: batch, query heads, queries, keys."""
-    _, _, lq, lk = shape
     fine_q, fine_k = min(w.queries for w in wanted), min(w.keys for w in wanted)
     state = find_map(program, fine_q, fine_k, captures, sizes, shape, device)
-    found = []
-    for w, size in zip(wanted, list_shapes(program, wanted, shape), strict=True):
-        (length, listed_length), (fine, listed_fine) = ((lk, lq), (fine_k, fine_q)) if w.columns else ((lq, lk), (fine_q, fine_k))
-        found.append(torch.empty(size, dtype=torch.int32, device=device))
-        constants = {
-            "OWN_FINE": fine,
-            "LISTED_FINE": listed_fine,
-            "OWN": w.own // fine,
-            "LISTED": w.listed // listed_fine,
-            "COLUMNS": w.columns,
-            "CHUNK": _CHUNK,
-        }
-        launch(lists_kernel(), size[0], {"STATE": state, "LIST": found[-1], "own_length": length, "listed_length": listed_length}, **constants, num_warps=4)
-        launch(order_kernel(), size[0], {"LIST": found[-1], "rows": tiles(length, w.own), "columns": size[1]}, BLOCK=_CHUNK, num_warps=1)
+    found = [torch.empty(size, dtype=torch.int32, device=device) for size in list_shapes(program, wanted, shape)]
+    lists, fronts = lists_kernels(tuple(wanted), fine_q, fine_k, _CHUNK)
+    arguments = {f"LIST{i}": out for i, out in enumerate(found)} | {"maps": _maps(program, *shape[:2]), "Lq": shape[2], "Lk": shape[3]}
+    rows = sum(out.shape[0] for out in found)
+    launch(lists, rows, {"STATE": state} | arguments, num_warps=4)
+    launch(fronts, rows, arguments, num_warps=1)
     return found
 
 
@@ -139,6 +113,7 @@ def find_map(
         TILE_Q=tile_q,
         TILE_K=tile_k,
         ROWS=min(tile_q, ROWS),
+        RUNS=min(tile_q, RUNS),
         num_warps=4,
         num_stages=1,
     )

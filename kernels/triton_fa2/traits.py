@@ -17,7 +17,7 @@ from fa_inductor.program.evaluate import load_axes
 from fa_inductor.program.tile_map import conditions
 from fa_inductor.request import Plan
 
-from .fold import LOG2E, constant_factor, may_be_minus_infinity, moderate, reads, scaled, score_scale, without_factor
+from .fold import LOG2E, constant_factor, may_be_minus_infinity, moderate, reads, scaled, score_scale, unscaled, without_factor
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Flavour:
     folded: bool
     """y is in base-2 units: ``exp2(y - …)``."""
     scale: float | None
-    """y is ``scale * score`` in natural units and nothing else."""
+    """What is missing from y, which then is the score, or that or -inf."""
     minus_infinity: bool
     factor: float = 1.0
 
@@ -170,6 +170,11 @@ class Traits:
         return mask is None or not mask.every_row_visible or not moderate(self.interior, self.interior.result)
 
     @cached_property
+    def stored_base2(self) -> bool:
+        """Backward needs the lse in base-2 units only."""
+        return all(f.folded or f.scale is not None for f, _ in (self.backward_flavour(edge) for edge in (False, True)))
+
+    @cached_property
     def conditions(self) -> ScoreProgram:
         """What must hold for a score to be visible, as the results of one program."""
         mask = self.mask
@@ -212,8 +217,14 @@ class Traits:
         folded = self._folds(program)
         builder = ProgramBuilder.like(program)
         root = builder.inline(program)[program.result]
-        result = builder.finish(scaled(builder, root, LOG2E) if folded else root)
+        result = builder.finish(self._exponent(builder, root, program, folded))
         return Flavour(result, edge, folded, score_scale(program, program.result), self._minus_infinity(program))
+
+    def _exponent(self, builder: ProgramBuilder, root: int, program: ScoreProgram, folded: bool) -> int:
+        """y of a flavour: what is exponentiated, but for a factor of scores that are nothing else."""
+        if score_scale(program, program.result) is not None:
+            return unscaled(builder, root)
+        return scaled(builder, root, LOG2E) if folded else root
 
     def _minus_infinity(self, program: ScoreProgram) -> bool:
         # two huge fills added overflow to -inf, as they do in eager
@@ -228,7 +239,7 @@ class Traits:
         builder = ProgramBuilder.like(derived)
         placed = builder.inline(derived)
         y, dscore, *loads = (placed[r] for r in derived.results)
-        y = scaled(builder, y, LOG2E) if folded else y
+        y = self._exponent(builder, y, program, folded)
         dscore = without_factor(builder, dscore) if factor != 1.0 else dscore
         flavour = Flavour(builder.finish(y, dscore, *loads), edge, folded, score_scale(program, program.result), self._minus_infinity(program), factor)
         gradients = tuple(_load_gradient(derived, c, n, 2 + i) for i, (c, n) in enumerate(sites))

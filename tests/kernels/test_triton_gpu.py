@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import tile_checks
 import torch
 from kernel_cases import CASES, Case, Dims, all_needs, check, problem, run_kernel
+from rendered import compare
 
 import fa_inductor.op  # noqa: F401  (registers the operators)
 from fa_inductor.kernels.triton_fa2 import KERNEL
@@ -38,6 +40,19 @@ def test_lists_of_tiles_are_walked(form: str, dims: Dims, dtype: torch.dtype) ->
     case = Case("listed", form, dims, dtype)
     assert KERNEL.plan(problem(case, "cuda").request()).get("lists")
     check(KERNEL, case, "cuda")
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000])
+def test_conditions_in_assembly(first: int) -> None:
+    assert compare(first, 200, "cuda") > 60
+
+
+@pytest.mark.parametrize("layout", ["dense", "words", "odd", "transposed"])
+@pytest.mark.parametrize("dtype", ["bool", "float32", "bfloat16", "float16", "int64"])
+def test_maps_and_lists(dtype: str, layout: str) -> None:
+    tile_checks.map_of_numbers(dtype, layout, "cuda")
+    tile_checks.map_claims(len(dtype) * 100 + len(layout), 10, "cuda")
+    tile_checks.lists_of_tiles(70, 90, 32, 16, dtype == "bool", "cuda")
 
 
 def test_many_small_windows() -> None:

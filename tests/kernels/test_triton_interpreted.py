@@ -73,8 +73,19 @@ def test_lists_of_tiles(worker: Worker, lq: int, lk: int, own: int, listed: int,
 
 
 @pytest.mark.parametrize("first", [0, 1000, 2000])
+def test_conditions_are_what_they_were(worker: Worker, first: int) -> None:
+    worker.run("rendered_conditions", first=first, programs=150)
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000])
 def test_no_claim_about_a_tile_is_wrong(worker: Worker, first: int) -> None:
     worker.run("map_claims", first=first, programs=100)
+
+
+@pytest.mark.parametrize("layout", ["dense", "words", "odd", "transposed"])
+@pytest.mark.parametrize("dtype", ["bool", "float32", "bfloat16", "float16", "int64"])
+def test_map_of_numbers(worker: Worker, dtype: str, layout: str) -> None:
+    worker.run("map_of_numbers", dtype=dtype, layout=layout)
 
 
 SHARED = [(m, f, d) for m in ("documents", "tensor", "written") for f, d in ((-math.inf, True), (-1e9, False))]

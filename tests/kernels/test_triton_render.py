@@ -278,14 +278,10 @@ def fa2_forward(
         k_idx = tl.minimum(k_rows, Lk - 1)[None, :]
         k_t = tl.load(k_base + (zero + n0) * K_s2 + k_off, mask=k_in[:, None], other=0.0)
         s = tl.dot(q_t, tl.trans(k_t))
-        e3 = k_idx - q_idx
-        e5 = e3 <= 0
-        e8 = s * 0.25503486164919736
-        e9 = tl.where(e5, e8, float("-inf"))
-        y = tl.where(k_in[None, :], e9, float("-inf"))
-        m_new = tl.maximum(m, tl.max(y, 1))
+        e0_in = fa2_where_le_lt_and(s, float("-inf"), k_idx, q_idx, k_rows[None, :], Lk)
+        m_new = tl.maximum(m, tl.max(e0_in, 1) * 0.25503486164919736)
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(y - m_use[:, None])
+        p = tl.exp2(e0_in * 0.25503486164919736 - m_use[:, None])
         alpha = tl.exp2(m - m_use)
         l = l * alpha + tl.sum(p, 1)
         v_t = tl.load(v_base + (zero + n0) * V_s2 + v_off, mask=k_in[:, None], other=0.0)
@@ -312,7 +308,7 @@ class MapSource(expecttest.TestCase):
             """\
 _specialize=["H", "Lq", "Lk"])
 def fa2_map(
-    STATE, C0, C0_s0, C0_s1, H, Lq, Lk, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr,
+    STATE, C0, C0_s0, C0_s1, H, Lq, Lk, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
 ):
     pid = tl.program_id(0)
     tiles_q = (Lq + TILE_Q - 1) // TILE_Q
@@ -334,10 +330,8 @@ def fa2_map(
     k_high = (tl.minimum(k0 + TILE_K, Lk) - 1).to(tl.float64)
     q_at = (q0 + tl.arange(0, TILE_Q)).to(tl.int64)[None, None, :]
     q_in = q_at < Lq
-    rows_at = (q0 + tl.arange(0, TILE_Q)).to(tl.int64)[:, None, None]
     k_at = (k0[:, None] + tl.arange(0, TILE_K)[None, :]).to(tl.int64)[None, :, :]
     k_in = k_at < Lk
-    word_at = (tile[:, None] * (TILE_K // 4) + tl.arange(0, TILE_K // 4)[None, :])[None, :, :]
     inner = (q0 + TILE_Q <= Lq) & ((pid % chunks + 1) * 16 * TILE_K <= Lk)
     l3, u3 = k_low, k_high
     l1, u1 = q_low, q_high
@@ -348,12 +342,12 @@ def fa2_map(
     m8 = (l6 <= u7) | n8
     a8 = (u6 <= l7) & ~n8
     x2 = tl.load(C0 + b.to(tl.int64) * C0_s0 + q_at * C0_s1, mask=q_in, other=0).to(tl.float64) + tl.zeros([1, 1, 1], tl.int8)
-    l2 = (tl.min(tl.min(tl.where(q_in, x2, float("inf")), 0), 1)).to(tl.float64)
-    u2 = (tl.max(tl.max(tl.where(q_in, x2, float("-inf")), 0), 1)).to(tl.float64)
+    l2 = tl.min(tl.min(tl.where(q_in, x2, float("inf")), 0), 1).to(tl.float64)
+    u2 = tl.max(tl.max(tl.where(q_in, x2, float("-inf")), 0), 1).to(tl.float64)
     l2, u2 = fa2_known(l2, u2, tl.full([], 4503599627370496.0, tl.float64))
     x4 = tl.load(C0 + b.to(tl.int64) * C0_s0 + k_at * C0_s1, mask=k_in, other=0).to(tl.float64) + tl.zeros([1, 1, 1], tl.int8)
-    l4 = (tl.min(tl.min(tl.where(k_in, x4, float("inf")), 0), 1)).to(tl.float64)
-    u4 = (tl.max(tl.max(tl.where(k_in, x4, float("-inf")), 0), 1)).to(tl.float64)
+    l4 = tl.min(tl.min(tl.where(k_in, x4, float("inf")), 0), 1).to(tl.float64)
+    u4 = tl.max(tl.max(tl.where(k_in, x4, float("-inf")), 0), 1).to(tl.float64)
     l4, u4 = fa2_known(l4, u4, tl.full([], 4503599627370496.0, tl.float64))
     n5 = (fa2_anything(l2, u2) | fa2_anything(l4, u4))
     m5 = ((l2 <= u4) & (l4 <= u2)) | n5

@@ -7,6 +7,7 @@ JSON request a line: ``{"check": name, "arguments": {…}}``. It answers with an
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -337,75 +338,33 @@ def strides_follow_inputs() -> None:
         assert tensor.stride() == (length * heads * size, size, heads * size, 1)
 
 
+def rendered_conditions(first: int, programs: int) -> None:
+    """See ``rendered``; most become choices by comparisons of integers."""
+    from rendered import compare
+
+    assert compare(first, programs, "cpu") > programs // 3
+
+
 def map_claims(first: int, programs: int) -> None:
-    """Random conditions: no tile that the map calls empty or full is not, and it tells about as many as interval arithmetic in PyTorch."""
-    import torch
-    from test_tile_map import Grammar, blocks_of, tensors
+    import tile_checks
 
-    from fa_inductor.kernels.triton_fa2 import tile_lists
-    from fa_inductor.kernels.triton_fa2.intervals import letters
-    from fa_inductor.program import Coordinates, evaluate
-    from fa_inductor.program.tile_map import Tiling, tile_map
+    tile_checks.map_claims(first, programs, "cpu")
 
-    cpu, told, known = torch.device("cpu"), 0, 0
-    for seed in range(first, first + programs):
-        grammar = Grammar(seed)
-        program = grammar.b.finish(grammar.boolean(3))
-        g = torch.Generator().manual_seed(seed)
-        b, h, lq, lk = (int(torch.randint(low, high, (), generator=g)) for low, high in ((1, 3), (1, 3), (1, 40), (1, 80)))
-        q, k = (1 << int(torch.randint(0, 4, (), generator=g)), 4 << int(torch.randint(0, 3, (), generator=g)))
-        captures, sizes = tensors(b, lq, lk, g), (lq, lk)
-        score = torch.randn(b, h, lq, lk, generator=g) * 3
-        box = Coordinates((0, b), (0, h), (0, lq), (0, lk))
-        held = evaluate(program, box, score=score, captures=captures, sizes=sizes, device=cpu)[0].expand(b, h, lq, lk)
-        state = tile_lists.find_map(program, q, k, captures, sizes, (b, h, lq, lk), cpu)
-        own = letters(program)
-        state = state.view(b if "b" in own else 1, h if "h" in own else 1, -(-lq // q), -(-lk // k))
-        may, must = (state & 1 > 0), (state & 2 > 0)
-        some, every = blocks_of(held, q, k, "any", False), blocks_of(held, q, k, "all", True)
-        what = f"seed {seed}, tiles {q} x {k} of {lq} x {lk}\n{program}"
-        assert not (some & ~may).any(), f"a tile with a visible element is called empty, {what}"
-        assert not (must & ~every).any(), f"a tile with a hidden element is called full, {what}"
-        other = tile_map(program, [program.result], Tiling(b, h, lq, lk, q, k, cpu), captures, sizes)
-        told += int((~may).expand(some.shape).sum() + must.expand(some.shape).sum())
-        known += int((~other.may).expand(some.shape).sum() + (other.must & other.may).expand(some.shape).sum())
-    assert told >= known * 0.98, f"{told} tiles are told, interval arithmetic in PyTorch tells {known}"
+
+def map_of_numbers(dtype: str, layout: str) -> None:
+    import tile_checks
+
+    tile_checks.map_of_numbers(dtype, layout, "cpu")
 
 
 def lists_of_tiles(lq: int, lk: int, own: int, listed: int, columns: bool) -> None:
-    """Each list against the map: full, partly visible and empty tiles, each in order."""
-    import torch
+    import tile_checks
 
-    from fa_inductor.kernels.triton_fa2.tile_lists import Walk, find_lists
-    from fa_inductor.program import ProgramBuilder
-
-    builder = ProgramBuilder()
-    program = builder.finish(builder.load(builder.capture("bool", 3), [builder.index("h"), builder.index("q"), builder.index("k")]))
-    g = torch.Generator().manual_seed(lq + lk)
-    step = 8
-    blocks = torch.randint(0, 3, (2, -(-lq // step), -(-lk // step)), generator=g).repeat_interleave(step, 1).repeat_interleave(step, 2)[:, :lq, :lk]
-    visible = (blocks == 2) | ((blocks == 1) & (torch.rand(2, lq, lk, generator=g) < 0.5))
-    fine = Walk(16, 16, False)
-    _, found = find_lists(program, (fine, Walk(own, listed, columns)), [visible], (), (3, 2, lq, lk), torch.device("cpu"))
-    mine = visible.mT if columns else visible
-    length, others = mine.shape[1:]
-    rows = [mine[h, i : i + own] for h in range(2) for i in range(0, length, own)]
-    assert found.shape == (len(rows), -(-others // listed) + 3)
-    for i, (row, got) in enumerate(zip(rows, found.tolist(), strict=True)):
-        tiles = [row[:, j : j + listed] for j in range(0, others, listed)]
-        whole = [bool(t.all()) and t.shape[1] == listed and not (columns and t.shape[0] < own) for t in tiles]
-        seen = [bool(t.any()) for t in tiles]
-        kinds = [[t for t, _ in enumerate(tiles) if (whole[t], seen[t]) == kind] for kind in ((True, True), (False, True), (False, False))]
-        assert got[:-1] == [len(kinds[0]), len(kinds[0]) + len(kinds[1]), *kinds[0], *kinds[1], *kinds[2]], (i, got, kinds)
-    for part in found.chunk(2):  # of each head
-        count = part[:, 1].tolist()
-        assert part[:, -1].tolist() == sorted(range(len(count)), key=lambda i: (-count[i], i))
+    tile_checks.lists_of_tiles(lq, lk, own, listed, columns, "cpu")
 
 
 def shared_lists(mask: str, fill: float, dynamic: bool) -> None:
     """Two layers under one mask, from search to gradients: its tiles are listed once, and a mask that is written to between them twice."""
-    import math
-
     import torch
     from fusing import check
     from torch.utils.checkpoint import checkpoint
@@ -482,7 +441,9 @@ CHECKS: dict[str, Callable[..., None]] = {
         form,
         functions_near_zero,
         strides_follow_inputs,
+        rendered_conditions,
         map_claims,
+        map_of_numbers,
         lists_of_tiles,
         shared_lists,
     )

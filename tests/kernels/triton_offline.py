@@ -16,21 +16,34 @@ from kernel_cases import Case, Dims, problem
 from fa_inductor.kernels.triton_fa2 import KERNEL
 from fa_inductor.kernels.triton_fa2.codegen import columns_kernel, dense_kernel, forward_kernel, map_kernel, rows_kernel, traits_of
 from fa_inductor.kernels.triton_fa2.template_backward import Wanted
-from fa_inductor.kernels.triton_fa2.tile_lists import ROWS
+from fa_inductor.kernels.triton_fa2.tile_lists import ROWS, RUNS
 from fa_inductor.request import AttentionRequest, Plan
 
 _TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bool": "i1", "int64": "i64", "int32": "i32"}
-_FIXED = {"LSE": "*fp32", "DELTA": "*fp32", "LSE_LOW": "*fp32", "O32": "*fp32", "FLAG": "*i32", "WALK": "*i32", "SEED": "*i64", "dropout_p": "fp32"}
+_FIXED = {
+    "LSE": "*fp32",
+    "DELTA": "*fp32",
+    "LSE_LOW": "*fp32",
+    "ROW_LSE": "*fp32",
+    "ROW_LOW": "*fp32",
+    "DLSE": "*fp32",
+    "O32": "*fp32",
+    "FLAG": "*i32",
+    "WALK": "*i32",
+    "SEED": "*i64",
+    "dropout_p": "fp32",
+}
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one thread (registers, stack bytes: spills) and one block (shared memory bytes)."""
+    """Of one thread (registers, stack bytes: spills) and one block (shared memory bytes); ``loops``: instructions of each loop of some length, in order."""
 
     registers: int
     stack: int
     shared: int
     assembly: str
+    loops: tuple[int, ...]
 
 
 def request_of(form: str, d: int, dtype: torch.dtype = torch.bfloat16, capability: tuple[int, int] = (9, 0), dropout: float = 0.0) -> AttentionRequest:
@@ -70,6 +83,7 @@ def compile_kernel(function: Any, plan: Plan, name: str, dtype: torch.dtype, cap
         **{n: v for n, v in (fixed or {}).items() if n in function.arg_names},
     }
     element = "*" + _TYPES[str(dtype).removeprefix("torch.")]
+    constants |= {f"C{c}_s{plan.program.captures[c].rank - 1}": 1 for c in traits_of(plan).captures if f"C{c}" in function.arg_names}  # dense, as most are
     signature, attributes = {}, {}
     for i, argument in enumerate(function.arg_names):
         if re.search(r"_s3$", argument):
@@ -83,6 +97,7 @@ def compile_kernel(function: Any, plan: Plan, name: str, dtype: torch.dtype, cap
             kind, aligned = element, re.search("", "")
         else:
             kind = _FIXED.get(argument, "*fp32" if re.fullmatch(r"G\d+", argument) else "i32")
+            aligned = aligned or kind.startswith("*")
         signature[argument] = kind
         if aligned and kind != "constexpr":
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -100,7 +115,7 @@ def compile_map(form: str, capability: tuple[int, int]) -> Usage:
 
     program = traits_of(plan_of(form, 64, capability=capability)).conditions
     function = map_kernel(program)
-    constants: dict[str, Any] = {"TILE_Q": 64, "TILE_K": 64, "ROWS": ROWS} | {f"C{c}_s{program.captures[c].rank - 1}": 1 for c in program.reads()}
+    constants: dict[str, Any] = {"TILE_Q": 64, "TILE_K": 64, "ROWS": ROWS, "RUNS": RUNS} | {f"C{c}_s{program.captures[c].rank - 1}": 1 for c in program.reads()}
     kinds = {"STATE": "*i8"} | {f"C{c}": "*" + _TYPES[program.captures[c].dtype] for c in program.reads()}
     signature = {a: "constexpr" if a in constants else kinds.get(a, "i32") for a in function.arg_names}
     aligned = [i for i, a in enumerate(function.arg_names) if re.fullmatch(r"STATE|C\d+(_s\d)?", a) and a not in constants]
@@ -114,7 +129,18 @@ def _usage(compiled: Any, triton: Any) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        report, code = (subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout for what in ("-res-usage", "-sass"))
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found is not None, report
-    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, compiled.asm["ptx"])
+    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, compiled.asm["ptx"], _loops(code))
+
+
+def _loops(code: str, least: int = 100) -> tuple[int, ...]:
+    """A loop ends with a branch backwards."""
+    instructions = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", code, re.M)]
+    found = []
+    for at, text in instructions:
+        branch = re.search(r"\bBRA\S* .*?0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < at:
+            found.append(sum(int(branch[1], 16) <= other <= at for other, _ in instructions))
+    return tuple(n for n in found if n >= least)

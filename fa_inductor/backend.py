@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import breaks, library_calls, log, report, sums
@@ -43,6 +43,7 @@ from .rewrite_tiles import share_tiles
 from .select import NO_KERNEL, Selection, select
 from .signs import IN_BODY, has_softmax, in_bodies
 from .site import AttentionSite
+from .stored import Band, Check, Guarded, Stored, buffers, of_body, of_inputs, source_of, watch
 from .torn import left_by, torn
 
 DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention again")
@@ -70,11 +71,11 @@ def flashattn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | 
         log.warn_once(f"{message}; it is ignored")
     settings: Any = torch._inductor.config.patch(parsed.inductor) if parsed.inductor else nullcontext()
     with settings:
-        compilation = Compilation(gm, parsed.options)
+        compilation = Compilation(gm, parsed.options, example_inputs)
         rewritten = compilation.run()
         compiled = compile_with_inductor(rewritten, example_inputs, parsed.inductor, compilation.contents)
     compilation.announce()  # only now: Dynamo may have torn the compilation down to start again
-    return compiled
+    return compilation.guarded(compiled)
 
 
 @dataclass
@@ -105,6 +106,10 @@ class Compilation:
 
     original: fx.GraphModule
     options: Options
+    inputs: Sequence[Any] = ()
+    """Examples; without them nothing is known of what buffers hold."""
+    relied_on: dict[int, tuple[Band, Tensor]] = field(default_factory=dict)
+    """Inputs whose content the result relies on, by number; with the example that was looked at."""
     seconds: dict[str, float] = field(default_factory=dict)
     fused: int = 0
     differentiated: int = 0
@@ -140,14 +145,18 @@ class Compilation:
         for gm in (normal.gm, *(gm for _, gm in normal.subgraphs)):
             self.calls |= library_calls.write_out(gm)
             self.sums[gm] = sums.write_out(gm)
-        outer = GraphContext(normal.gm, torch.is_grad_enabled())
-        bodies = [GraphContext(gm, torch.is_grad_enabled(), outer.written) for _, gm in normal.subgraphs]
+        known_buffers = buffers(self.original, self.inputs) if self.options.read_buffers else {}
+        grad, stored = torch.is_grad_enabled(), Stored(of_inputs(normal.gm, known_buffers))
+        outer = GraphContext(normal.gm, grad, stored=stored)
+        inner = [(gm, Stored(of_body(normal.gm, path, gm, stored))) for path, gm in normal.subgraphs]
+        bodies = [GraphContext(gm, grad, outer.written, known) for gm, known in inner]
         verdicts = [v for context in (outer, *bodies) for v in self._graph(context)]
         for verdict in verdicts:
             if verdict.refusal is not None and verdict.refusal.code in (NO_SCORES, NOT_ATTENTION) and verdict.candidate.anchor.output in outer.order:
                 self._guarded(verdict, self._look_for_break)
         self.seconds["rewrite"] = time.perf_counter() - start
         self.fused = 0 if self.broken else sum(len(v.plans) for v in verdicts)
+        self.relied_on = {n: used for known in (stored, *(known for _, known in inner)) for n, used in known.used.items()} if self.fused else {}
         self._dump_stages(dump, verdicts)
         dump.write("rewritten", lambda: str(normal.gm.graph))
         return self._finish(name, dump, verdicts, (), normal.gm if self.fused else self.original, in_bodies(normal))
@@ -163,13 +172,28 @@ class Compilation:
     ) -> fx.GraphModule:
         sites = tuple(_site_report(i, v) for i, v in enumerate(verdicts))
         sites += tuple(_body_report(i, node) for i, node in enumerate(unsearched, len(sites)))
-        self.report = result = GraphReport(name, sites, refusals, self.seconds, _notes(self.end, sites))
+        self.report = result = GraphReport(name, sites, refusals, self.seconds, _notes(self.end, sites), self._reliances())
         dump.write("report.txt", lambda: str(result))
         dump.write("report.json", result.to_json)
         missed = [s for s in sites if not s.fused and s.refusal is not None and s.refusal.code != "not_attention"]
         if self.options.strict and (missed or refusals):
             raise StrictError("option strict is set and attention stays unfused:\n" + "\n".join(map(str, missed or refusals)))
         return gm
+
+    def _reliances(self) -> tuple[str, ...]:
+        """In words, by band."""
+        inputs = self.original.graph.find_nodes(op="placeholder")
+        sources: dict[Band, list[str]] = {}
+        for number, (band, _) in sorted(self.relied_on.items()):
+            sources.setdefault(band, []).append(source_of(inputs[number]))
+        return tuple(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {band}" for band, names in sources.items())
+
+    def guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """``compiled``, for as long as what it relies on holds."""
+        inputs = self.original.graph.find_nodes(op="placeholder")
+        checks = {number: Check(band, [example]) for number, (band, example) in self.relied_on.items()}
+        left = {number: check for number, check in checks.items() if not watch(inputs[number], check)}
+        return Guarded(compiled, self.original, left) if left else compiled
 
     def announce(self) -> None:
         """Count and publish the report (which logs a line per softmax)."""

@@ -14,25 +14,28 @@ from .normalize.aliases import storage_keys, writes
 from .patterns.generators import reads
 from .patterns.views import name_of
 from .sizes import definition
+from .stored import Stored
 
 if TYPE_CHECKING:
-    from .band import Band
+    from . import band, stored
     from .refusal import Refused
 
 
 class GraphContext:
     """Facts about one normalised graph, computed once; ``size_node`` may add nodes.
 
-    ``outside``: for the body of a checkpoint, the storages that the graph around it writes to, before or after it runs.
+    ``outside``: for the body of a checkpoint, the storages that the graph around it writes to, before or after it runs. ``stored``: inputs
+    whose content is known.
     """
 
-    def __init__(self, gm: fx.GraphModule, grad_enabled: bool, outside: frozenset[int] | None = None) -> None:
+    def __init__(self, gm: fx.GraphModule, grad_enabled: bool, outside: frozenset[int] | None = None, stored: Stored | None = None) -> None:
+        self.stored = stored or Stored()
         self.gm = gm
         self.graph = gm.graph
         self.order: dict[fx.Node, int] = {}
         self.grad_mode: dict[fx.Node, bool] = {}
         self.needs_grad: set[fx.Node] = set()
-        self.bands: list[Band] = []
+        self.bands: list[band.Band] = []
         """What ``band`` has proved of softmaxes of this graph."""
         self.no_bands: dict[object, Refused] = {}
         """Refusals by the place in the code and the shapes: what cannot be proved of one layer is not tried again for the next."""
@@ -44,6 +47,11 @@ class GraphContext:
         self.written = frozenset(s for w in self.writes for t in writes(w) for s in storage_keys(t))
 
     # -- facts -----------------------------------------------------------------------------------------------------------
+    def band(self, node: fx.Node) -> stored.Band | None:
+        """The band that ``node``, a buffer that the graph does not write to, holds."""
+        found = self.stored.band(node)
+        return None if found is None or self.is_written(node) or storage_keys(node) & self.outside else found
+
     def is_written(self, node: fx.Node) -> bool:
         """Does some op of the graph write to the storage of ``node``?"""
         return any(s in self.written for s in storage_keys(node))

@@ -36,6 +36,7 @@ class Options:
         dump: folder that receives the numbered stages of every compiled graph.
         masked_rows: a row that may see no key gets what eager gives ("eager": NaN for -inf fills) or 0 ("zero").
         deterministic: None follows ``torch.use_deterministic_algorithms``.
+        read_buffers: a mask that a module keeps in a buffer may be replaced by what it holds, as long as it is not written to.
         disabled: plain Inductor, nothing is looked for (FA_INDUCTOR_DISABLE=1).
     """
 
@@ -44,6 +45,7 @@ class Options:
     dump: str | None = None
     masked_rows: Literal["eager", "zero"] = "eager"
     deterministic: bool | None = None
+    read_buffers: bool = True
     disabled: bool = False
 
 
@@ -128,6 +130,7 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "dump": _dump,
     "masked_rows": _masked_rows,
     "deterministic": _optional_bool,
+    "read_buffers": _bool,
 }
 
 

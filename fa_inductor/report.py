@@ -98,6 +98,8 @@ class GraphReport:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[Refusal, ...] = ()
     """Where attention may be that the graph does not hold. They are no verdicts: neither counters nor ``strict`` heed them."""
+    relies_on: tuple[str, ...] = ()
+    """What buffers held when the graph was compiled, and must hold for it to be used."""
 
     @property
     def fused(self) -> int:
@@ -111,6 +113,7 @@ class GraphReport:
         lines = [f"{self.name}: {_plural(len(self.sites), 'softmax', 'softmaxes')}, {self.fused} fused, {self.refused} not"]
         if self.seconds:
             lines.append("  " + ", ".join(f"{stage} {seconds * 1000:.0f} ms" for stage, seconds in self.seconds.items()))
+        lines += [f"  relies on {what}" for what in self.relies_on]
         for refusal in self.refusals:
             lines += [f"  the whole graph was left to Inductor: {refusal}", *_row("advice", refusal.advice)]
         for note in self.notes:

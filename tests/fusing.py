@@ -25,10 +25,10 @@ def rewritten(function: Callable[..., Any], options: Options = AUTOMATIC, dynami
     """``function`` compiled up to Inductor; the rewritten graph runs eagerly (with autograd)."""
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        compilation = Compilation(gm, options)
+        compilation = Compilation(gm, options, inputs)
         graph = compilation.run()
         compilation.announce()
-        return graph.forward
+        return compilation.guarded(graph.forward)
 
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, dynamic=dynamic)  # type: ignore[no-any-return]

@@ -1,0 +1,213 @@
+"""Masks that a model keeps in a buffer: read where the graph is compiled, replaced by arithmetic on positions, and guarded.
+
+A matrix that is a band holds one value where ``low <= column - row <= high`` and another elsewhere: the triangle that GPT-2's code stores, a
+window, a constant. Its element is then known without reading it, so that the mask is causal and not just a tensor. The compiled graph is used
+as long as each such input is a tensor that was seen to hold this band and has not been written to since (``Tensor._version``); a
+tensor not seen before is looked at. Otherwise Dynamo compiles anew, and a buffer that was changed is then read in every call. What writes
+behind the version counter (``tensor.data``, raw pointers) is not noticed: ``options={"read_buffers": False}``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import log
+from .index import Expr
+from .program import ProgramBuilder
+
+_MOST_ELEMENTS = 1 << 28
+_CHUNK = 1 << 24
+"""Elements that are compared at a time."""
+
+
+class Reader(Protocol):
+    """What turns index expressions into program values: the lifter."""
+
+    builder: ProgramBuilder
+
+    def size(self, expr: Expr) -> int: ...
+
+
+@dataclass(frozen=True)
+class Band:
+    """``inside`` where low <= column - row <= high, else ``outside``; a bound of None holds everywhere."""
+
+    low: int | None
+    high: int | None
+    inside: bool | int | float
+    outside: bool | int | float
+
+    @staticmethod
+    def of(tensor: object) -> Band | None:
+        """Of a matrix, perhaps behind dimensions of size 1; None for anything else, and for tensors whose changes nobody counts."""
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.requires_grad or tensor.is_inference() or tensor.dtype.is_complex:
+            return None
+        if tensor.dim() < 2 or not 0 < tensor.numel() <= _MOST_ELEMENTS or tensor.numel() != tensor.shape[-1] * tensor.shape[-2]:
+            return None
+        with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+            matrix = tensor.detach().reshape(tensor.shape[-2:])
+            if not _constant_along_diagonals(matrix):
+                return None
+            profile = torch.cat([matrix[:, 0].flip(0), matrix[0, 1:]]).cpu()
+        return _of_profile(profile, 1 - matrix.shape[0])
+
+    def __str__(self) -> str:
+        bounds = [f"{low} <= " for low in (self.low,) if low is not None] + ["column - row"] + [f" <= {high}" for high in (self.high,) if high is not None]
+        return f"{self.inside} everywhere" if len(bounds) == 1 else f"{self.inside} where {''.join(bounds)}, else {self.outside}"
+
+    def element(self, reader: Reader, index: tuple[Expr, ...]) -> int:
+        """The program value at ``index``."""
+        b = reader.builder
+        holds = b.const(True)
+        offset = b.emit("sub", reader.size(index[-1]), reader.size(index[-2]))
+        for word, bound in (("ge", self.low), ("le", self.high)):
+            if bound is not None:
+                holds = b.emit("and", holds, b.emit(word, offset, b.const(bound)))
+        if isinstance(self.inside, bool):
+            negated = b.emit("not", holds)
+            return {(True, False): holds, (False, True): negated}.get((self.inside, bool(self.outside)), b.const(self.inside))
+        return b.emit("where", holds, b.const(self.inside), b.const(self.outside))
+
+
+def _constant_along_diagonals(matrix: Tensor) -> bool:
+    rows = max(1, _CHUNK // matrix.shape[1])
+    return all(torch.equal(matrix[i : i + rows + 1][1:, 1:], matrix[i : i + rows + 1][:-1, :-1]) for i in range(0, matrix.shape[0] - 1, rows))
+
+
+def _of_profile(profile: Tensor, first: int) -> Band | None:
+    """``profile[i]`` is what stands at column - row = first + i."""
+    changes = (profile[1:] != profile[:-1]).nonzero().flatten().tolist()
+    values = [profile[i].item() for i in (0, *(c + 1 for c in changes))]
+    if len(changes) > 2 or any(v != v for v in values) or (len(changes) == 2 and values[0] != values[2]):
+        return None
+    if len(changes) < 2:
+        return Band(None, first + changes[0] if changes else None, values[0], values[-1])
+    return Band(first + changes[0] + 1, first + changes[1], values[1], values[0])
+
+
+class Stored:
+    """The bands among the inputs of one graph, each looked at when it is asked for.
+
+    Args:
+        inputs: number and example of the inputs that a placeholder may be given: one, or several for the body of a repeated layer.
+    """
+
+    def __init__(self, inputs: Mapping[fx.Node, Sequence[tuple[int, Tensor]]] | None = None) -> None:
+        self.inputs = dict(inputs or {})
+        self.used: dict[int, tuple[Band, Tensor]] = {}
+        """What compiled code relies on, by number of the input, with the example."""
+        self._bands: dict[fx.Node, Band | None] = {}
+
+    def band(self, node: fx.Node) -> Band | None:
+        if node not in self.inputs:
+            return None
+        if node not in self._bands:
+            found = {Band.of(tensor) for _, tensor in self.inputs[node]}
+            self._bands[node] = found.pop() if len(found) == 1 else None
+        return self._bands[node]
+
+    def element(self, node: fx.Node, band: Band, reader: Reader, index: tuple[Expr, ...]) -> int:
+        self.used |= {number: (band, tensor) for number, tensor in self.inputs[node]}
+        return band.element(reader, index)
+
+
+def buffers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, Tensor]:
+    """The inputs that Dynamo knows to be a module's own (or marked as static) and that nothing trains."""
+    found = {}
+    for i, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)):
+        if "_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) and type(example) is Tensor and example not in _changed:
+            found[i] = example
+    return found
+
+
+def source_of(node: fx.Node) -> str:
+    """Where a graph input comes from, in the user's terms as far as Dynamo says it."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    text = str(name() if callable(name) else name or node.name)
+    return ".".join(re.findall(r"_(?:modules|buffers)\['([^']+)'\]", text)) or text
+
+
+def of_inputs(gm: fx.GraphModule, tensors: Mapping[int, Tensor]) -> dict[fx.Node, list[tuple[int, Tensor]]]:
+    """For ``Stored``: the placeholders of the graph."""
+    found = gm.graph.find_nodes(op="placeholder")
+    return {found[number]: [(number, tensor)] for number, tensor in tensors.items()}
+
+
+def of_body(gm: fx.GraphModule, path: str, body: fx.GraphModule, stored: Stored) -> dict[fx.Node, list[tuple[int, Tensor]]]:
+    """For ``Stored``: the placeholders of a higher-order node's body, by what all nodes that call it are given."""
+    calls = [user for node in gm.graph.find_nodes(op="get_attr") if node.target == path for user in node.users]
+    found: dict[fx.Node, list[tuple[int, Tensor]]] = {}
+    for at, placeholder in enumerate(body.graph.find_nodes(op="placeholder")):
+        given = [call.args[at + 1] if len(call.args) == len(body.graph.find_nodes(op="placeholder")) + 1 else None for call in calls]
+        if given and all(isinstance(x, fx.Node) and x in stored.inputs for x in given):
+            found[placeholder] = [entry for x in given for entry in stored.inputs[x]]  # type: ignore[index]
+    return found
+
+
+# -- guards ----------------------------------------------------------------------------------------------------------------
+class Check:
+    """Does an input hold the band that compiled code relies on? Tensors that were seen to do so are known by their state then."""
+
+    def __init__(self, band: Band, examples: Iterable[Tensor] = ()) -> None:
+        self.band = band
+        self.seen = WeakIdKeyDictionary()
+        for tensor in examples:
+            self.seen[tensor] = ((tensor.data_ptr(), tensor._version), True)
+
+    def holds(self, tensor: object) -> bool:
+        if type(tensor) is not Tensor or tensor.is_inference():
+            return False
+        state = (tensor.data_ptr(), tensor._version)
+        known = self.seen.get(tensor)  # type: ignore[no-untyped-call]
+        if known is not None and known[0] == state:
+            return bool(known[1])
+        verdict = Band.of(tensor) == self.band
+        if known is not None and not verdict:
+            _changed[tensor] = True
+        self.seen[tensor] = (state, verdict)
+        return verdict
+
+
+_changed = WeakIdKeyDictionary()
+"""Buffers that were changed after they had been relied on: they may change again, so that code compiled from now on reads them."""
+
+
+def watch(node: fx.Node, check: Check) -> bool:
+    """Have Dynamo compile anew where the graph input ``node`` no longer passes; False where its guards cannot be reached."""
+
+    def create(builder: Any, guard: Any) -> None:
+        builder.get_guard_manager(guard).add_lambda_guard(check.holds, [f"{guard.name} holds {check.band}  # read by fa_inductor"], guard.user_stack)
+
+    try:
+        source = node.meta["grapharg"].source
+        torch._guards.TracingContext.get().guards_context.dynamo_guards.add(torch._guards.Guard(source, create))
+    except (AttributeError, KeyError, TypeError, AssertionError) as error:  # another Dynamo: its calls are checked by ``Guarded``
+        log.get().debug("no guard for %s: %s: %s", node.name, type(error).__name__, error)
+        return False
+    return True
+
+
+class Guarded:
+    """``compiled`` as long as its inputs pass, else ``original``, the graph as the user wrote it. For inputs that Dynamo does not guard."""
+
+    def __init__(self, compiled: Callable[..., Any], original: Callable[..., Any], checks: Mapping[int, Check]) -> None:
+        self.compiled, self.original, self.checks = compiled, original, tuple(checks.items())
+
+    def __call__(self, *args: Any) -> Any:
+        for number, check in self.checks:
+            if not check.holds(args[number]):
+                log.warn_once(
+                    f"a buffer no longer holds {check.band}, as it did when its model was compiled: the graph runs as it is written, unfused; "
+                    "torch._dynamo.reset() compiles anew"
+                )
+                return self.original(*args)
+        return self.compiled(*args)

@@ -43,7 +43,7 @@ from .rewrite_tiles import share_tiles
 from .select import NO_KERNEL, Selection, select
 from .signs import IN_BODY, has_softmax, in_bodies
 from .site import AttentionSite
-from .stored import Band, Check, Guarded, Stored, buffers, of_body, of_inputs, source_of, watch
+from .stored import Band, Check, Guarded, Stored, buffers, of_body, of_inputs, source_of
 from .torn import left_by, torn
 
 DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention again")
@@ -190,10 +190,8 @@ class Compilation:
 
     def guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled``, for as long as what it relies on holds."""
-        inputs = self.original.graph.find_nodes(op="placeholder")
-        checks = {number: Check(band, [example]) for number, (band, example) in self.relied_on.items()}
-        left = {number: check for number, check in checks.items() if not watch(inputs[number], check)}
-        return Guarded(compiled, self.original, left) if left else compiled
+        checks = {number: Check(band, [example]) for number, (band, example) in sorted(self.relied_on.items())}
+        return Guarded(compiled, self.original, checks) if checks else compiled
 
     def announce(self) -> None:
         """Count and publish the report (which logs a line per softmax)."""

@@ -10,8 +10,10 @@ behind the version counter (``tensor.data``, raw pointers) is not noticed: ``opt
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -160,54 +162,79 @@ class Check:
     def __init__(self, band: Band, examples: Iterable[Tensor] = ()) -> None:
         self.band = band
         self.seen = WeakIdKeyDictionary()
+        self._last: Callable[[], Tensor | None] = lambda: None
+        self._state = (0, 0)
         for tensor in examples:
-            self.seen[tensor] = ((tensor.data_ptr(), tensor._version), True)
+            self._remember(tensor, (tensor.data_ptr(), tensor._version), True)
+
+    def knows(self, tensor: object) -> bool:
+        """As ``holds``, but that the tensor seen last may have been written to."""
+        return (tensor is not None and self._last() is tensor) or self.holds(tensor)
 
     def holds(self, tensor: object) -> bool:
+        last = self._last()
+        if last is not None and last is tensor and self._state == (last.data_ptr(), last._version):
+            return True
         if type(tensor) is not Tensor or tensor.is_inference():
             return False
         state = (tensor.data_ptr(), tensor._version)
         known = self.seen.get(tensor)  # type: ignore[no-untyped-call]
         if known is not None and known[0] == state:
+            self._remember(tensor, state, known[1])
             return bool(known[1])
         verdict = Band.of(tensor) == self.band
-        if known is not None and not verdict:
+        if known is not None and known[1] and not verdict:
             _changed[tensor] = True
-        self.seen[tensor] = (state, verdict)
+        self._remember(tensor, state, verdict)
         return verdict
+
+    def _remember(self, tensor: Tensor, state: tuple[int, int], verdict: bool) -> None:
+        self.seen[tensor] = (state, verdict)
+        if verdict:
+            self._last, self._state = weakref.ref(tensor), state
 
 
 _changed = WeakIdKeyDictionary()
 """Buffers that were changed after they had been relied on: they may change again, so that code compiled from now on reads them."""
 
 
-def watch(node: fx.Node, check: Check) -> bool:
-    """Have Dynamo compile anew where the graph input ``node`` no longer passes; False where its guards cannot be reached."""
-
-    def create(builder: Any, guard: Any) -> None:
-        builder.get_guard_manager(guard).add_lambda_guard(check.holds, [f"{guard.name} holds {check.band}  # read by fa_inductor"], guard.user_stack)
-
-    try:
-        source = node.meta["grapharg"].source
-        torch._guards.TracingContext.get().guards_context.dynamo_guards.add(torch._guards.Guard(source, create))
-    except (AttributeError, KeyError, TypeError, AssertionError) as error:  # another Dynamo: its calls are checked by ``Guarded``
-        log.get().debug("no guard for %s: %s: %s", node.name, type(error).__name__, error)
-        return False
-    return True
-
-
 class Guarded:
-    """``compiled`` as long as its inputs pass, else ``original``, the graph as the user wrote it. For inputs that Dynamo does not guard."""
+    """``compiled`` as long as its inputs pass, else ``original``, the graph as the user wrote it; then Dynamo is to compile anew."""
 
-    def __init__(self, compiled: Callable[..., Any], original: Callable[..., Any], checks: Mapping[int, Check]) -> None:
+    def __init__(self, compiled: Callable[..., Any], original: fx.GraphModule, checks: Mapping[int, Check]) -> None:
         self.compiled, self.original, self.checks = compiled, original, tuple(checks.items())
+        self.valid, self.watched = True, self._watch()
 
     def __call__(self, *args: Any) -> Any:
         for number, check in self.checks:
             if not check.holds(args[number]):
-                log.warn_once(
-                    f"a buffer no longer holds {check.band}, as it did when its model was compiled: the graph runs as it is written, unfused; "
-                    "torch._dynamo.reset() compiles anew"
-                )
-                return self.original(*args)
+                return self._as_written(number, args)
         return self.compiled(*args)
+
+    def _as_written(self, number: int, args: Sequence[Any]) -> Any:
+        self.valid = self.valid and args[number] not in _changed
+        if not self.watched or self.valid:
+            name = source_of(self.original.graph.find_nodes(op="placeholder")[number])
+            log.warn_once(f"{name} does not hold the mask that it held when its model was compiled: the graph runs as it is written, unfused")
+        return self.original(*args)
+
+    def _watch(self) -> bool:
+        """Guards, by which Dynamo compiles anew: false where they cannot be reached.
+
+        A guard of an input sees another tensor, but not always a write to the same one: Dynamo skips guards below modules that look unchanged.
+        So there is one that is asked in every call, of what the calls found.
+        """
+        inputs = self.original.graph.find_nodes(op="placeholder")
+        try:
+            guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
+            for number, check in self.checks:
+                guards.add(torch._guards.Guard(inputs[number].meta["grapharg"].source, partial(_add_guards, self, check)))
+        except (AttributeError, KeyError, TypeError, AssertionError) as error:  # another Dynamo
+            log.get().debug("no guards of buffers: %s: %s", type(error).__name__, error)
+            return False
+        return True
+
+
+def _add_guards(guarded: Guarded, check: Check, builder: Any, guard: Any) -> None:
+    builder.get_guard_manager(guard).add_lambda_guard(check.knows, [f"{guard.name} holds {check.band}  # read by fa_inductor"], guard.user_stack)
+    builder.guard_manager.root.add_lambda_guard(lambda _: guarded.valid, [f"{guard.name} was not written to  # read by fa_inductor"], guard.user_stack)

@@ -26,6 +26,7 @@ from .index import Expr
 from .program import ProgramBuilder
 
 _MOST_ELEMENTS = 1 << 28
+_MOST_COMPILATIONS = 4
 _CHUNK = 1 << 24
 """Elements that are compared at a time."""
 
@@ -122,7 +123,13 @@ class Stored:
 
 
 def buffers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, Tensor]:
-    """The inputs that Dynamo knows to be a module's own (or marked as static) and that nothing trains."""
+    """The inputs that Dynamo knows to be a module's own (or marked as static) and that nothing trains.
+
+    None for code that was compiled several times: each of its masks may hold something else, and code that reads them serves all.
+    """
+    identity = torch._guards.CompileContext.current_compile_id()
+    if (getattr(identity, "frame_compile_id", None) or 0) >= _MOST_COMPILATIONS:
+        return {}
     found = {}
     for i, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)):
         if "_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) and type(example) is Tensor and example not in _changed:

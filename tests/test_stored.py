@@ -220,6 +220,17 @@ def test_what_changed_once_is_read_from_then_on() -> None:
     assert [r.sites[0].labels for r in reports] == [("causal",), ("mask",)] and all(r.sites[0].fused for r in reports)
 
 
+def test_ever_new_masks_settle() -> None:
+    model = Attention("gpt2")
+    with collecting() as reports:
+        compiled = rewritten(model)
+        for diagonal in range(9):
+            model.mask = torch.ones(1, 1, S, S).tril(diagonal)
+            compare(model, compiled)
+    assert len(reports) == stored._MOST_COMPILATIONS + 1
+    assert [bool(r.relies_on) for r in reports] == [True] * stored._MOST_COMPILATIONS + [False] and all(r.sites[0].fused for r in reports)
+
+
 def test_the_same_content_is_not_compiled_anew() -> None:
     model = Attention("gpt2")
     with collecting() as reports:

@@ -43,7 +43,7 @@ from .rewrite_tiles import share_tiles
 from .select import NO_KERNEL, Selection, select
 from .signs import IN_BODY, has_softmax, in_bodies
 from .site import AttentionSite
-from .stored import Band, Check, Guarded, Stored, buffers, of_body, of_inputs, source_of
+from .stored import Band, Check, Guarded, State, Stored, buffers, of_body, of_inputs, source_of
 from .torn import left_by, torn
 
 DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention again")
@@ -108,7 +108,7 @@ class Compilation:
     options: Options
     inputs: Sequence[Any] = ()
     """Examples; without them nothing is known of what buffers hold."""
-    relied_on: dict[int, tuple[Band, Tensor]] = field(default_factory=dict)
+    relied_on: dict[int, tuple[Band, Tensor, State]] = field(default_factory=dict)
     """Inputs whose content the result relies on, by number; with the example that was looked at."""
     seconds: dict[str, float] = field(default_factory=dict)
     fused: int = 0
@@ -184,13 +184,13 @@ class Compilation:
         """In words, by band."""
         inputs = self.original.graph.find_nodes(op="placeholder")
         sources: dict[Band, list[str]] = {}
-        for number, (band, _) in sorted(self.relied_on.items()):
+        for number, (band, *_) in sorted(self.relied_on.items()):
             sources.setdefault(band, []).append(source_of(inputs[number]))
         return tuple(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {band}" for band, names in sources.items())
 
     def guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled``, for as long as what it relies on holds."""
-        checks = {number: Check(band, [example]) for number, (band, example) in sorted(self.relied_on.items())}
+        checks = {number: Check(*used) for number, used in sorted(self.relied_on.items())}
         return Guarded(compiled, self.original, checks) if checks else compiled
 
     def announce(self) -> None:

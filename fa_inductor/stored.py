@@ -9,9 +9,10 @@ behind the version counter (``tensor.data``, raw pointers) is not noticed: ``opt
 
 from __future__ import annotations
 
+import math
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +32,14 @@ _CHUNK = 1 << 24
 """Elements that are compared at a time."""
 
 
+State = tuple[int, int]
+
+
+def state_of(tensor: Tensor) -> State:
+    """Address and version: what a write that PyTorch knows of changes."""
+    return (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+
+
 class Reader(Protocol):
     """What turns index expressions into program values: the lifter."""
 
@@ -39,7 +48,7 @@ class Reader(Protocol):
     def size(self, expr: Expr) -> int: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Band:
     """``inside`` where low <= column - row <= high, else ``outside``; a bound of None holds everywhere."""
 
@@ -47,6 +56,13 @@ class Band:
     high: int | None
     inside: bool | int | float
     outside: bool | int | float
+
+    def __eq__(self, other: object) -> bool:
+        """0.0, -0.0, 0 and False are different."""
+        return isinstance(other, Band) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     @staticmethod
     def of(tensor: object) -> Band | None:
@@ -57,10 +73,11 @@ class Band:
             return None
         with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
             matrix = tensor.detach().reshape(tensor.shape[-2:])
-            if not _constant_along_diagonals(matrix):
+            if not _constant_along_diagonals(_bits(matrix)):
                 return None
             profile = torch.cat([matrix[:, 0].flip(0), matrix[0, 1:]]).cpu()
-        return _of_profile(profile, 1 - matrix.shape[0])
+        found = _of_profile(profile, 1 - matrix.shape[0])
+        return found if found is not None and all(_exact(v, tensor.dtype) for v in (found.inside, found.outside)) else None
 
     def __str__(self) -> str:
         bounds = [f"{low} <= " for low in (self.low,) if low is not None] + ["column - row"] + [f" <= {high}" for high in (self.high,) if high is not None]
@@ -80,6 +97,23 @@ class Band:
         return b.emit("where", holds, b.const(self.inside), b.const(self.outside))
 
 
+_FILLS = frozenset({torch.finfo(torch.float32).min, *(-(10.0**n) for n in range(3, 11))})
+
+
+def _exact(value: bool | int | float, dtype: torch.dtype) -> bool:
+    """Is arithmetic on the value, and a comparison with a literal, the same in Python as in ``dtype``? Not so for 0.1, nor for what -1e12 is rounded to."""
+    if isinstance(value, bool) or math.isinf(value):
+        return True
+    return (float(value).is_integer() and abs(value) <= 64) or (dtype == torch.float32 and value in _FILLS)
+
+
+def _bits(matrix: Tensor) -> Tensor:
+    """Floats as integers: 0.0 and -0.0 differ."""
+    if not matrix.dtype.is_floating_point:
+        return matrix
+    return matrix.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[matrix.element_size()])
+
+
 def _constant_along_diagonals(matrix: Tensor) -> bool:
     rows = max(1, _CHUNK // matrix.shape[1])
     return all(torch.equal(matrix[i : i + rows + 1][1:, 1:], matrix[i : i + rows + 1][:-1, :-1]) for i in range(0, matrix.shape[0] - 1, rows))
@@ -87,9 +121,9 @@ def _constant_along_diagonals(matrix: Tensor) -> bool:
 
 def _of_profile(profile: Tensor, first: int) -> Band | None:
     """``profile[i]`` is what stands at column - row = first + i."""
-    changes = (profile[1:] != profile[:-1]).nonzero().flatten().tolist()
+    changes = (_bits(profile)[1:] != _bits(profile)[:-1]).nonzero().flatten().tolist()
     values = [profile[i].item() for i in (0, *(c + 1 for c in changes))]
-    if len(changes) > 2 or any(v != v for v in values) or (len(changes) == 2 and values[0] != values[2]):
+    if len(changes) > 2 or any(v != v for v in values) or (len(changes) == 2 and repr(values[0]) != repr(values[2])):
         return None
     if len(changes) < 2:
         return Band(None, first + changes[0] if changes else None, values[0], values[-1])
@@ -105,8 +139,9 @@ class Stored:
 
     def __init__(self, inputs: Mapping[fx.Node, Sequence[tuple[int, Tensor]]] | None = None) -> None:
         self.inputs = dict(inputs or {})
-        self.used: dict[int, tuple[Band, Tensor]] = {}
-        """What compiled code relies on, by number of the input, with the example."""
+        self.used: dict[int, tuple[Band, Tensor, State]] = {}
+        """What compiled code relies on, by number of the input, with the example and its state before it was looked at."""
+        self._states = {number: state_of(tensor) for entries in self.inputs.values() for number, tensor in entries}
         self._bands: dict[fx.Node, Band | None] = {}
 
     def band(self, node: fx.Node) -> Band | None:
@@ -118,15 +153,18 @@ class Stored:
         return self._bands[node]
 
     def element(self, node: fx.Node, band: Band, reader: Reader, index: tuple[Expr, ...]) -> int:
-        self.used |= {number: (band, tensor) for number, tensor in self.inputs[node]}
+        self.used |= {number: (band, tensor, self._states[number]) for number, tensor in self.inputs[node]}
         return band.element(reader, index)
 
 
 def buffers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, Tensor]:
     """The inputs that Dynamo knows to be a module's own (or marked as static) and that nothing trains.
 
-    None for code that was compiled several times: each of its masks may hold something else, and code that reads them serves all.
+    None for code that was compiled several times: each of its masks may hold something else, and code that reads them serves all. None for
+    code that is to be saved (``aot_compile``): its guards would not go with it.
     """
+    if getattr(torch._functorch.config, "bundled_autograd_cache", False):
+        return {}
     identity = torch._guards.CompileContext.current_compile_id()
     if (getattr(identity, "frame_compile_id", None) or 0) >= _MOST_COMPILATIONS:
         return {}
@@ -166,13 +204,13 @@ def of_body(gm: fx.GraphModule, path: str, body: fx.GraphModule, stored: Stored)
 class Check:
     """Does an input hold the band that compiled code relies on? Tensors that were seen to do so are known by their state then."""
 
-    def __init__(self, band: Band, examples: Iterable[Tensor] = ()) -> None:
+    def __init__(self, band: Band, example: Tensor | None = None, state: State = (0, 0)) -> None:
         self.band = band
         self.seen = WeakIdKeyDictionary()
         self._last: Callable[[], Tensor | None] = lambda: None
-        self._state = (0, 0)
-        for tensor in examples:
-            self._remember(tensor, (tensor.data_ptr(), tensor._version), True)
+        self._state = state
+        if example is not None:
+            self._remember(example, state, True)
 
     def knows(self, tensor: object) -> bool:
         """As ``holds``, but that the tensor seen last may have been written to."""
@@ -180,11 +218,11 @@ class Check:
 
     def holds(self, tensor: object) -> bool:
         last = self._last()
-        if last is not None and last is tensor and self._state == (last.data_ptr(), last._version):
+        if last is not None and last is tensor and self._state == state_of(last):
             return True
         if type(tensor) is not Tensor or tensor.is_inference():
             return False
-        state = (tensor.data_ptr(), tensor._version)
+        state = state_of(tensor)
         known = self.seen.get(tensor)  # type: ignore[no-untyped-call]
         if known is not None and known[0] == state:
             self._remember(tensor, state, known[1])
@@ -195,7 +233,7 @@ class Check:
         self._remember(tensor, state, verdict)
         return verdict
 
-    def _remember(self, tensor: Tensor, state: tuple[int, int], verdict: bool) -> None:
+    def _remember(self, tensor: Tensor, state: State, verdict: bool) -> None:
         self.seen[tensor] = (state, verdict)
         if verdict:
             self._last, self._state = weakref.ref(tensor), state
@@ -205,43 +243,51 @@ _changed = WeakIdKeyDictionary()
 """Buffers that were changed after they had been relied on: they may change again, so that code compiled from now on reads them."""
 
 
+class Validity:
+    """Of compiled code; all that its guards know of it, since Dynamo keeps guards for ever."""
+
+    holds = True
+
+
 class Guarded:
     """``compiled`` as long as its inputs pass, else ``original``, the graph as the user wrote it; then Dynamo is to compile anew."""
 
     def __init__(self, compiled: Callable[..., Any], original: fx.GraphModule, checks: Mapping[int, Check]) -> None:
-        self.compiled, self.original, self.checks = compiled, original, tuple(checks.items())
-        self.valid, self.watched = True, self._watch()
+        self.compiled, self.original, self.checks, self.validity = compiled, original, tuple(checks.items()), Validity()
+        inputs = original.graph.find_nodes(op="placeholder")
+        self.names = {number: source_of(inputs[number]) for number in checks}
+        self.watched = self._watch(inputs)
 
     def __call__(self, *args: Any) -> Any:
         for number, check in self.checks:
             if not check.holds(args[number]):
-                return self._as_written(number, args)
+                return self._as_written(args)
         return self.compiled(*args)
 
-    def _as_written(self, number: int, args: Sequence[Any]) -> Any:
-        self.valid = self.valid and args[number] not in _changed
-        if not self.watched or self.valid:
-            name = source_of(self.original.graph.find_nodes(op="placeholder")[number])
-            log.warn_once(f"{name} does not hold the mask that it held when its model was compiled: the graph runs as it is written, unfused")
+    def _as_written(self, args: Sequence[Any]) -> Any:
+        failed = [number for number, check in self.checks if not check.holds(args[number])]  # all: each is remembered as changed
+        self.validity.holds = self.validity.holds and not any(args[number] in _changed for number in failed)
+        if not self.watched or self.validity.holds:
+            names = ", ".join(self.names[number] for number in failed)
+            log.warn_once(f"{names} does not hold the mask that it held when its model was compiled: the graph runs as it is written, unfused")
         return self.original(*args)
 
-    def _watch(self) -> bool:
+    def _watch(self, inputs: Sequence[fx.Node]) -> bool:
         """Guards, by which Dynamo compiles anew: false where they cannot be reached.
 
         A guard of an input sees another tensor, but not always a write to the same one: Dynamo skips guards below modules that look unchanged.
         So there is one that is asked in every call, of what the calls found.
         """
-        inputs = self.original.graph.find_nodes(op="placeholder")
         try:
             guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
             for number, check in self.checks:
-                guards.add(torch._guards.Guard(inputs[number].meta["grapharg"].source, partial(_add_guards, self, check)))
+                guards.add(torch._guards.Guard(inputs[number].meta["grapharg"].source, partial(_add_guards, self.validity, check)))
         except (AttributeError, KeyError, TypeError, AssertionError) as error:  # another Dynamo
             log.get().debug("no guards of buffers: %s: %s", type(error).__name__, error)
             return False
         return True
 
 
-def _add_guards(guarded: Guarded, check: Check, builder: Any, guard: Any) -> None:
+def _add_guards(validity: Validity, check: Check, builder: Any, guard: Any) -> None:
     builder.get_guard_manager(guard).add_lambda_guard(check.knows, [f"{guard.name} holds {check.band}  # read by fa_inductor"], guard.user_stack)
-    builder.guard_manager.root.add_lambda_guard(lambda _: guarded.valid, [f"{guard.name} was not written to  # read by fa_inductor"], guard.user_stack)
+    builder.guard_manager.root.add_lambda_guard(lambda _: validity.holds, [f"{guard.name} was not written to  # read by fa_inductor"], guard.user_stack)

@@ -35,7 +35,7 @@ def test_bands_are_what_they_are_called(seed: int) -> None:
     low, high = sorted(int(torch.randint(-9, 10, (), generator=g)) for _ in range(2))
     i, j = torch.arange(rows)[:, None], torch.arange(columns)[None]
     inside = (j - i >= low) & (j - i <= high) if seed % 3 else j - i <= high
-    dtype, values = [(torch.bool, (True, False)), (torch.float32, (0.0, -math.inf)), (torch.uint8, (1, 0)), (torch.float16, (-10000.0, 0.0))][seed % 4]
+    dtype, values = [(torch.bool, (True, False)), (torch.float32, (0.0, -math.inf)), (torch.uint8, (1, 0)), (torch.float16, (-3.0, -0.0))][seed % 4]
     x, y = (torch.tensor(v, dtype=dtype) for v in (values if seed % 2 else values[::-1]))
     matrix = torch.where(inside, x, y)
     band = Band.of(matrix.view(1, 1, rows, columns))
@@ -62,10 +62,88 @@ def test_bands_are_what_they_are_called(seed: int) -> None:
         lambda m: m.to(torch.complex64),
         lambda m: m.float().to_sparse(),
         lambda m: m[:0],
+        lambda m: torch.where(m, 0.0, -1e12),
+        lambda m: m.float() * 0.1,
+        lambda m: m.float() / 3,
+        lambda m: m.float() * 2**24,
+        lambda m: m.long() * (2**24 + 1),
+        lambda m: m.long() * 2**62,
+        lambda m: m.bfloat16() * -1e4,
+        lambda m: torch.where(m, 0.0, -0.0).index_put((torch.tensor(3), torch.tensor(2)), torch.tensor(-0.0)),
     ],
 )
 def test_near_bands_are_none(change: Callable[[Tensor], Tensor]) -> None:
     assert Band.of(change(torch.ones(S, S, dtype=torch.bool).tril())) is None
+
+
+def test_minus_zero_is_another_value() -> None:
+    """Code may divide by it."""
+    zeros, half = torch.zeros(S, S), torch.where(torch.ones(S, S).tril().bool(), 0.0, -0.0)
+    assert str(Band.of(zeros)) == "0.0 everywhere" and str(Band.of(-zeros)) == "-0.0 everywhere"
+    assert str(Band.of(half)) == "0.0 where column - row <= 0, else -0.0"
+    check = Check(Band(None, None, 0.0, 0.0), zeros, stored.state_of(zeros))
+    assert check.holds(zeros) and not check.holds(-zeros) and not check.holds(zeros.neg_()) and check.holds(zeros.neg_())
+
+
+@pytest.mark.parametrize("value", [-1e12, -3.4e38, 0.1, 1 / 3, 2.0**24])
+@pytest.mark.parametrize("use", ["<=", "==", "* 3 =="])
+def test_literals_are_compared_in_the_dtype_of_the_buffer(value: float, use: str) -> None:
+    uses = {"<=": lambda m: m <= value, "==": lambda m: m == value, "* 3 ==": lambda m: m * 3 == 3 * value}
+    model = Attention("gpt2")
+    model.mask = torch.zeros(S, S).masked_fill(torch.ones(S, S).triu(1).bool(), value)
+    model.hide = lambda s, m: s.masked_fill(uses[use](m), -1e9)
+    compare(model, rewritten(model))
+
+
+def test_a_write_while_compiling_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Attention("gpt2")
+    run = fusing.Compilation.run
+
+    def written_then(self: fusing.Compilation) -> torch.fx.GraphModule:
+        graph = run(self)
+        model.mask.fill_(1.0)
+        return graph
+
+    monkeypatch.setattr(fusing.Compilation, "run", written_then)
+    compare(model, rewritten(model))
+
+
+def test_compiled_code_is_not_kept() -> None:
+    import gc
+    import weakref
+
+    def compile_and_forget() -> weakref.ref[stored.Guarded]:
+        model, made = Attention("gpt2"), []
+        torch.compile(model, backend=lambda gm, inputs: made.append(_backend(gm, inputs)) or made[0])(torch.randn(2, 30, 16))
+        torch._dynamo.reset()
+        return weakref.ref(made.pop())
+
+    found = [compile_and_forget() for _ in range(2)]
+    gc.collect()
+    assert [r() for r in found] == [None, None]
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo, "aot_compile"), reason="this PyTorch does not save compiled functions")
+def test_what_is_saved_relies_on_nothing() -> None:
+    model, x = Attention("gpt2"), torch.randn(2, 30, 16)
+    compiled = torch.compile(model, backend="flashattn", fullgraph=True).forward
+    if not hasattr(compiled, "aot_compile"):
+        pytest.skip("this PyTorch does not save compiled functions")
+    with collecting() as reports, torch.no_grad():
+        saved = compiled.aot_compile(((x,), {}))
+        torch.testing.assert_close(saved(model, x), model(x))
+    assert [r.relies_on for r in reports] == [()]
+
+
+def test_all_masks_of_a_model_that_change_are_remembered() -> None:
+    model = nn.Sequential(*(Attention("gpt2") for _ in range(4)))
+    with collecting() as reports:
+        compiled = rewritten(model)
+        for step in range(5):
+            for layer in model:
+                layer.mask.copy_(torch.ones(S, S).tril(step % 2))
+            compare(model, compiled)
+    assert len(reports) == 2
 
 
 def test_long_matrices_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +277,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_heeded(change: str, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not watched:  # as if Dynamo's guards could not be reached
-        monkeypatch.setattr(stored.Guarded, "_watch", lambda self: False)
+        monkeypatch.setattr(stored.Guarded, "_watch", lambda self, inputs: False)
     model = Attention("gpt2")
     compiled = rewritten(model)
     compare(model, compiled)
@@ -274,7 +352,7 @@ def test_a_check_looks_once_at_each_state(monkeypatch: pytest.MonkeyPatch) -> No
     of = Band.of
     monkeypatch.setattr(Band, "of", staticmethod(lambda t: looked.append(1) or of(t)))
     triangle = torch.ones(S, S).tril()
-    check = Check(Band(None, 0, 1.0, 0.0), [triangle])
+    check = Check(Band(None, 0, 1.0, 0.0), triangle, stored.state_of(triangle))
     assert check.holds(triangle) and not looked
     triangle[0, 5] = 1.0
     assert not check.holds(triangle) and not check.holds(triangle) and len(looked) == 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import breaks, library_calls, log, report, sums
@@ -43,7 +43,7 @@ from .rewrite_tiles import share_tiles
 from .select import NO_KERNEL, Selection, select
 from .signs import IN_BODY, has_softmax, in_bodies
 from .site import AttentionSite
-from .stored import Band, Check, Guarded, State, Stored, buffers, of_body, of_inputs, source_of
+from .stored import Guarded, Reliance, Stored, buffers, in_words, of_body, of_inputs
 from .torn import left_by, torn
 
 DISABLED = declare("disabled", "unset FA_INDUCTOR_DISABLE to fuse attention again")
@@ -108,8 +108,8 @@ class Compilation:
     options: Options
     inputs: Sequence[Any] = ()
     """Examples; without them nothing is known of what buffers hold."""
-    relied_on: dict[int, tuple[Band, Tensor, State]] = field(default_factory=dict)
-    """Inputs whose content the result relies on, by number; with the example that was looked at."""
+    relied_on: dict[int, Reliance] = field(default_factory=dict)
+    """Inputs whose content the result relies on, by number."""
     seconds: dict[str, float] = field(default_factory=dict)
     fused: int = 0
     differentiated: int = 0
@@ -172,7 +172,7 @@ class Compilation:
     ) -> fx.GraphModule:
         sites = tuple(_site_report(i, v) for i, v in enumerate(verdicts))
         sites += tuple(_body_report(i, node) for i, node in enumerate(unsearched, len(sites)))
-        self.report = result = GraphReport(name, sites, refusals, self.seconds, _notes(self.end, sites), self._reliances())
+        self.report = result = GraphReport(name, sites, refusals, self.seconds, _notes(self.end, sites), in_words(self.original, self.relied_on))
         dump.write("report.txt", lambda: str(result))
         dump.write("report.json", result.to_json)
         missed = [s for s in sites if not s.fused and s.refusal is not None and s.refusal.code != "not_attention"]
@@ -180,18 +180,9 @@ class Compilation:
             raise StrictError("option strict is set and attention stays unfused:\n" + "\n".join(map(str, missed or refusals)))
         return gm
 
-    def _reliances(self) -> tuple[str, ...]:
-        """In words, by band."""
-        inputs = self.original.graph.find_nodes(op="placeholder")
-        sources: dict[Band, list[str]] = {}
-        for number, (band, *_) in sorted(self.relied_on.items()):
-            sources.setdefault(band, []).append(source_of(inputs[number]))
-        return tuple(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {band}" for band, names in sources.items())
-
     def guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled``, for as long as what it relies on holds."""
-        checks = {number: Check(*used) for number, used in sorted(self.relied_on.items())}
-        return Guarded(compiled, self.original, checks) if checks else compiled
+        return Guarded(compiled, self.original, self.relied_on) if self.relied_on else compiled
 
     def announce(self) -> None:
         """Count and publish the report (which logs a line per softmax)."""

@@ -14,10 +14,10 @@ from .normalize.aliases import storage_keys, writes
 from .patterns.generators import reads
 from .patterns.views import name_of
 from .sizes import definition
-from .stored import Stored
+from .stored import Stored, StoredMask
 
 if TYPE_CHECKING:
-    from . import band, stored
+    from .band import Band
     from .refusal import Refused
 
 
@@ -35,7 +35,7 @@ class GraphContext:
         self.order: dict[fx.Node, int] = {}
         self.grad_mode: dict[fx.Node, bool] = {}
         self.needs_grad: set[fx.Node] = set()
-        self.bands: list[band.Band] = []
+        self.bands: list[Band] = []
         """What ``band`` has proved of softmaxes of this graph."""
         self.no_bands: dict[object, Refused] = {}
         """Refusals by the place in the code and the shapes: what cannot be proved of one layer is not tried again for the next."""
@@ -47,9 +47,9 @@ class GraphContext:
         self.written = frozenset(s for w in self.writes for t in writes(w) for s in storage_keys(t))
 
     # -- facts -----------------------------------------------------------------------------------------------------------
-    def band(self, node: fx.Node) -> stored.Band | None:
-        """The band that ``node``, a buffer that the graph does not write to, holds."""
-        found = self.stored.band(node)
+    def stored_mask(self, node: fx.Node) -> StoredMask | None:
+        """What ``node``, a buffer that the graph does not write to, holds."""
+        found = self.stored.mask(node)
         return None if found is None or self.is_written(node) or storage_keys(node) & self.outside else found
 
     def is_written(self, node: fx.Node) -> bool:

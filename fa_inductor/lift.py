@@ -101,9 +101,9 @@ class Lifter:
             return self._carrier(node, index)
         if isinstance(node.meta.get("val"), (torch.SymInt, int)):
             return self.size(as_expr(node.meta["val"]))
-        band = self.context.band(node)
-        if band is not None:
-            return self.context.stored.element(node, band, self, index)
+        mask = self.context.stored_mask(node)
+        if mask is not None:
+            return self.context.stored.element(node, mask, self, index)
         if self._cuts.captured_here(node):
             return self._capture(node, index)
         self.touched.add(node)
@@ -405,7 +405,7 @@ class Cuts:
         below = frozenset().union(*(self.leaves(n) for n in generators.reads(node) if not isinstance(n.meta.get("val"), (torch.SymInt, int))))
         if any(not self._readable(n) for n in below):
             return here
-        cost = sum(elements(n) for n in below if self.context.band(n) is None) * (8 if views.name_of(node) in _EXPENSIVE else 1)
+        cost = sum(elements(n) for n in below if self.context.stored_mask(n) is None) * (8 if views.name_of(node) in _EXPENSIVE else 1)
         return below if views.is_view(node) or (cost <= elements(node) and not self._better_stored(node, below)) else here
 
     def _better_stored(self, node: fx.Node, below: frozenset[fx.Node]) -> bool:

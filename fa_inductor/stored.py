@@ -49,7 +49,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Band:
+class StoredMask:
     """``inside`` where low <= column - row <= high, else ``outside``; a bound of None holds everywhere."""
 
     low: int | None
@@ -59,13 +59,13 @@ class Band:
 
     def __eq__(self, other: object) -> bool:
         """0.0, -0.0, 0 and False are different."""
-        return isinstance(other, Band) and repr(self) == repr(other)
+        return isinstance(other, StoredMask) and repr(self) == repr(other)
 
     def __hash__(self) -> int:
         return hash(repr(self))
 
     @staticmethod
-    def of(tensor: object) -> Band | None:
+    def of(tensor: object) -> StoredMask | None:
         """Of a matrix, perhaps behind dimensions of size 1; None for anything else, and for tensors whose changes nobody counts."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.requires_grad or tensor.is_inference() or tensor.dtype.is_complex:
             return None
@@ -119,19 +119,29 @@ def _constant_along_diagonals(matrix: Tensor) -> bool:
     return all(torch.equal(matrix[i : i + rows + 1][1:, 1:], matrix[i : i + rows + 1][:-1, :-1]) for i in range(0, matrix.shape[0] - 1, rows))
 
 
-def _of_profile(profile: Tensor, first: int) -> Band | None:
+def _of_profile(profile: Tensor, first: int) -> StoredMask | None:
     """``profile[i]`` is what stands at column - row = first + i."""
-    changes = (_bits(profile)[1:] != _bits(profile)[:-1]).nonzero().flatten().tolist()
+    bits = _bits(profile)
+    changes = (bits[1:] != bits[:-1]).nonzero().flatten().tolist()
     values = [profile[i].item() for i in (0, *(c + 1 for c in changes))]
     if len(changes) > 2 or any(v != v for v in values) or (len(changes) == 2 and repr(values[0]) != repr(values[2])):
         return None
     if len(changes) < 2:
-        return Band(None, first + changes[0] if changes else None, values[0], values[-1])
-    return Band(first + changes[0] + 1, first + changes[1], values[1], values[0])
+        return StoredMask(None, first + changes[0] if changes else None, values[0], values[-1])
+    return StoredMask(first + changes[0] + 1, first + changes[1], values[1], values[0])
+
+
+@dataclass(frozen=True)
+class Reliance:
+    """That an input holds ``mask``, as ``example`` did, whose state was taken before it was looked at."""
+
+    mask: StoredMask
+    example: Tensor
+    state: State
 
 
 class Stored:
-    """The bands among the inputs of one graph, each looked at when it is asked for.
+    """The masks among the inputs of one graph, each looked at when it is asked for.
 
     Args:
         inputs: number and example of the inputs that a placeholder may be given: one, or several for the body of a repeated layer.
@@ -139,22 +149,22 @@ class Stored:
 
     def __init__(self, inputs: Mapping[fx.Node, Sequence[tuple[int, Tensor]]] | None = None) -> None:
         self.inputs = dict(inputs or {})
-        self.used: dict[int, tuple[Band, Tensor, State]] = {}
-        """What compiled code relies on, by number of the input, with the example and its state before it was looked at."""
+        self.used: dict[int, Reliance] = {}
+        """What compiled code relies on, by number of the input."""
         self._states = {number: state_of(tensor) for entries in self.inputs.values() for number, tensor in entries}
-        self._bands: dict[fx.Node, Band | None] = {}
+        self._masks: dict[fx.Node, StoredMask | None] = {}
 
-    def band(self, node: fx.Node) -> Band | None:
+    def mask(self, node: fx.Node) -> StoredMask | None:
         if node not in self.inputs:
             return None
-        if node not in self._bands:
-            found = {Band.of(tensor) for _, tensor in self.inputs[node]}
-            self._bands[node] = found.pop() if len(found) == 1 else None
-        return self._bands[node]
+        if node not in self._masks:
+            found = {StoredMask.of(tensor) for _, tensor in self.inputs[node]}
+            self._masks[node] = found.pop() if len(found) == 1 else None
+        return self._masks[node]
 
-    def element(self, node: fx.Node, band: Band, reader: Reader, index: tuple[Expr, ...]) -> int:
-        self.used |= {number: (band, tensor, self._states[number]) for number, tensor in self.inputs[node]}
-        return band.element(reader, index)
+    def element(self, node: fx.Node, mask: StoredMask, reader: Reader, index: tuple[Expr, ...]) -> int:
+        self.used |= {number: Reliance(mask, tensor, self._states[number]) for number, tensor in self.inputs[node]}
+        return mask.element(reader, index)
 
 
 def buffers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, Tensor]:
@@ -191,26 +201,35 @@ def of_inputs(gm: fx.GraphModule, tensors: Mapping[int, Tensor]) -> dict[fx.Node
 
 def of_body(gm: fx.GraphModule, path: str, body: fx.GraphModule, stored: Stored) -> dict[fx.Node, list[tuple[int, Tensor]]]:
     """For ``Stored``: the placeholders of a higher-order node's body, by what all nodes that call it are given."""
-    calls = [user for node in gm.graph.find_nodes(op="get_attr") if node.target == path for user in node.users]
+    placeholders = body.graph.find_nodes(op="placeholder")
+    calls = [user.args[1:] for node in gm.graph.find_nodes(op="get_attr") if node.target == path for user in node.users]
     found: dict[fx.Node, list[tuple[int, Tensor]]] = {}
-    for at, placeholder in enumerate(body.graph.find_nodes(op="placeholder")):
-        given = [call.args[at + 1] if len(call.args) == len(body.graph.find_nodes(op="placeholder")) + 1 else None for call in calls]
+    for at, placeholder in enumerate(placeholders):
+        given = [call[at] if len(call) == len(placeholders) else None for call in calls]
         if given and all(isinstance(x, fx.Node) and x in stored.inputs for x in given):
             found[placeholder] = [entry for x in given for entry in stored.inputs[x]]  # type: ignore[index]
     return found
+
+
+def in_words(gm: fx.GraphModule, relied_on: Mapping[int, Reliance]) -> tuple[str, ...]:
+    """For the report: by mask, the first input that holds it."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    sources: dict[StoredMask, list[str]] = {}
+    for number, reliance in sorted(relied_on.items()):
+        sources.setdefault(reliance.mask, []).append(source_of(inputs[number]))
+    return tuple(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {mask}" for mask, names in sources.items())
 
 
 # -- guards ----------------------------------------------------------------------------------------------------------------
 class Check:
     """Does an input hold the band that compiled code relies on? Tensors that were seen to do so are known by their state then."""
 
-    def __init__(self, band: Band, example: Tensor | None = None, state: State = (0, 0)) -> None:
-        self.band = band
+    def __init__(self, relied_on: Reliance) -> None:
+        self.mask = relied_on.mask
         self.seen = WeakIdKeyDictionary()
-        self._last: Callable[[], Tensor | None] = lambda: None
-        self._state = state
-        if example is not None:
-            self._remember(example, state, True)
+        self._last: Callable[[], Tensor | None]
+        self._state: State
+        self._remember(relied_on.example, relied_on.state, True)
 
     def knows(self, tensor: object) -> bool:
         """As ``holds``, but that the tensor seen last may have been written to."""
@@ -227,7 +246,7 @@ class Check:
         if known is not None and known[0] == state:
             self._remember(tensor, state, known[1])
             return bool(known[1])
-        verdict = Band.of(tensor) == self.band
+        verdict = StoredMask.of(tensor) == self.mask
         if known is not None and known[1] and not verdict:
             _changed[tensor] = True
         self._remember(tensor, state, verdict)
@@ -252,10 +271,11 @@ class Validity:
 class Guarded:
     """``compiled`` as long as its inputs pass, else ``original``, the graph as the user wrote it; then Dynamo is to compile anew."""
 
-    def __init__(self, compiled: Callable[..., Any], original: fx.GraphModule, checks: Mapping[int, Check]) -> None:
-        self.compiled, self.original, self.checks, self.validity = compiled, original, tuple(checks.items()), Validity()
+    def __init__(self, compiled: Callable[..., Any], original: fx.GraphModule, relied_on: Mapping[int, Reliance]) -> None:
+        self.compiled, self.original, self.validity = compiled, original, Validity()
+        self.checks = [(number, Check(reliance)) for number, reliance in sorted(relied_on.items())]
         inputs = original.graph.find_nodes(op="placeholder")
-        self.names = {number: source_of(inputs[number]) for number in checks}
+        self.names = {number: source_of(inputs[number]) for number in relied_on}
         self.watched = self._watch(inputs)
 
     def __call__(self, *args: Any) -> Any:
@@ -289,5 +309,5 @@ class Guarded:
 
 
 def _add_guards(validity: Validity, check: Check, builder: Any, guard: Any) -> None:
-    builder.get_guard_manager(guard).add_lambda_guard(check.knows, [f"{guard.name} holds {check.band}  # read by fa_inductor"], guard.user_stack)
+    builder.get_guard_manager(guard).add_lambda_guard(check.knows, [f"{guard.name} holds {check.mask}  # read by fa_inductor"], guard.user_stack)
     builder.guard_manager.root.add_lambda_guard(lambda _: validity.holds, [f"{guard.name} was not written to  # read by fa_inductor"], guard.user_stack)
